@@ -1,0 +1,34 @@
+"""python -m eagle_train [train] [flags]: `train` when the first word is a flag."""
+
+import sys
+from collections.abc import Sequence
+
+from eagle_train.errors import InputError
+
+COMMANDS = ("train",)
+
+
+def main(args: Sequence[str]) -> int:
+    """Run a command; 0 on success, 2 on bad input, 130 when interrupted."""
+    command, rest = (args[0], args[1:]) if args and not args[0].startswith("-") else ("train", args)
+    try:
+        if command not in COMMANDS:
+            raise InputError(f"unknown command {command!r}; the commands are: {', '.join(COMMANDS)}")
+        # Imported here so that --help and mistakes in flags answer before PyTorch is loaded.
+        from eagle_train.config import parse_train_config
+
+        config = parse_train_config(rest)
+        from eagle_train.train.loop import train
+
+        train(config)
+    except InputError as error:
+        print(f"eagle_train: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("eagle_train: interrupted; --resume goes on from the last saved state", file=sys.stderr)
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

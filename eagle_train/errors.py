@@ -1,0 +1,8 @@
+"""The one exception for what a user can mend."""
+
+
+class InputError(ValueError):
+    """Bad input: the message names the value, the limit and the remedy in one line.
+
+    The command line prints it without a traceback and exits with code 2; every other exception is a bug.
+    """

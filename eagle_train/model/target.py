@@ -1,0 +1,258 @@
+"""The frozen target: features, labels' logits and embeddings of any Hugging Face causal LM.
+
+Shapes: T rows, R chosen rows, H hidden, V vocabulary.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from eagle_train.batch import PackedBatch, TargetFeatures
+from eagle_train.errors import InputError
+from eagle_train.model.attention import DocumentLayout
+from eagle_train.model.eagle3 import Eagle3Config
+from eagle_train.model.target_attention import document_layout, register_target_attention
+
+
+class FrozenTarget:
+    """A causal LM without gradients whose inner states can be read.
+
+    model: on its device, in eval mode; aux_layer_ids: the 0-based layers whose *entering* states are read.
+    Raises InputError where the decoder layers, the embedding or the head cannot be found.
+    """
+
+    def __init__(self, model: nn.Module, aux_layer_ids: tuple[int, int, int] | None = None) -> None:
+        self.model = model.eval().requires_grad_(False)
+        self.config = model.config.get_text_config()
+        self.decoder = model.get_decoder()
+        self.layers = _decoder_layers(self.decoder, self.config.num_hidden_layers)
+        self.aux_layer_ids = resolve_aux_layer_ids(self.config.num_hidden_layers, aux_layer_ids)
+        self.embedding_VH: Tensor = model.get_input_embeddings().weight
+        if model.get_output_embeddings() is None:
+            raise InputError(f"{type(model).__name__} has no output head; name a causal language model as --target")
+        self.lm_head: nn.Module = model.get_output_embeddings()
+
+    @property
+    def device(self) -> torch.device:
+        return self.embedding_VH.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.embedding_VH.dtype
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the output head, V."""
+        return self.lm_head.weight.shape[0]
+
+    def embed(self, token_ids_T: Tensor) -> Tensor:
+        """The target's raw token embeddings `[T, H]`, as every engine shares them with a draft head."""
+        return F.embedding(token_ids_T, self.embedding_VH)
+
+    @torch.no_grad()
+    def features(self, batch: PackedBatch) -> TargetFeatures:
+        """Run the decoder once over the batch, documents kept apart, and read the aux and final states."""
+        captured: dict[int, Tensor] = {}
+        hooks = [
+            self.layers[layer_id].register_forward_pre_hook(_capture_into(captured, layer_id), with_kwargs=True)
+            for layer_id in self.aux_layer_ids
+        ]
+        layout = DocumentLayout(batch.cu_seqlens, batch.offsets, batch.max_seqlen) if batch.num_rows == 1 else None
+        try:
+            with document_layout(layout):
+                output = self.decoder(
+                    input_ids=batch.input_ids.view(batch.num_rows, -1),
+                    position_ids=batch.position_ids.view(batch.num_rows, -1),
+                    use_cache=False,
+                )
+        finally:
+            for hook in hooks:
+                hook.remove()
+        aux = torch.cat([captured[layer_id] for layer_id in self.aux_layer_ids], dim=-1)
+        return TargetFeatures(aux.flatten(0, 1), output.last_hidden_state.flatten(0, 1))
+
+    @torch.no_grad()
+    def logits(self, final_hidden_RH: Tensor) -> Tensor:
+        """`[R, V]` next-token logits of chosen rows, with the family's own scaling and soft cap.
+
+        Only these three adjustments are known; `check_target` compares the result with the model's own forward, so
+        a family with another one is refused rather than mistrained.
+        """
+        logits = self.lm_head(final_hidden_RH)
+        if (logit_scale := getattr(self.config, "logit_scale", None)) is not None:  # Cohere
+            logits = logits * logit_scale
+        if (divisor := getattr(self.config, "logits_scaling", None)) is not None:  # Granite
+            logits = logits / divisor
+        if (cap := getattr(self.config, "final_logit_softcapping", None)) is not None:  # Gemma 2, 3
+            logits = torch.tanh(logits / cap) * cap
+        return logits
+
+    def final_norm_weight(self) -> Tensor:
+        """The scale `[H]` that the target's final norm applies, or ones where it is not an RMS norm.
+
+        Read by norming a vector of ones, because families store it differently (Gemma keeps weight - 1).
+        """
+        norm = getattr(self.decoder, "norm", None)
+        ones = torch.ones(self.config.hidden_size, device=self.device, dtype=self.dtype)
+        if norm is None or "RMS" not in type(norm).__name__:
+            return ones
+        with torch.no_grad():
+            return norm(ones)
+
+
+def load_target(
+    name_or_path: str,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    aux_layer_ids: tuple[int, int, int] | None = None,
+    trust_remote_code: bool = False,
+) -> FrozenTarget:
+    """Load a Hugging Face id or directory; safetensors only.
+
+    Raises InputError when it cannot be loaded, with the library's own words.
+    """
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            name_or_path,
+            dtype=dtype,
+            attn_implementation=register_target_attention(),
+            trust_remote_code=trust_remote_code,
+            use_safetensors=True,
+        )
+    except (OSError, ValueError, KeyError) as error:
+        raise _not_loadable(name_or_path, error) from error
+    return FrozenTarget(model.to(device), aux_layer_ids)
+
+
+def read_target_config(name_or_path: str, trust_remote_code: bool = False) -> Any:
+    """The target's text config alone, before any weight is read. Raises InputError as `load_target` does."""
+    if Path(name_or_path).is_dir() and not any(Path(name_or_path).glob("*.safetensors")):
+        raise InputError(
+            f"--target {name_or_path} holds no .safetensors file; other weight formats are not unpickled. "
+            "Convert it with `AutoModelForCausalLM.from_pretrained(...).save_pretrained(...)` first"
+        )
+    try:
+        config = AutoConfig.from_pretrained(name_or_path, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, KeyError) as error:
+        raise _not_loadable(name_or_path, error) from error
+    return config.get_text_config()
+
+
+def _not_loadable(name_or_path: str, error: Exception) -> InputError:
+    reason = " ".join(str(error).split())[:300]
+    return InputError(f"--target {name_or_path} could not be loaded: {reason}")
+
+
+def resolve_aux_layer_ids(
+    num_layers: int, aux_layer_ids: tuple[int, int, int] | None
+) -> tuple[int, int, int]:
+    """Three distinct, rising layer ids in 0..L-1; the default is (2, L//2, L-3).
+
+    An id counts the layer that the state *enters*; L would be the state behind the final norm and is refused.
+    """
+    if aux_layer_ids is None:
+        if num_layers < 7:
+            raise InputError(
+                f"the target has {num_layers} layers; the default aux layers (2, L//2, L-3) need at least 7. "
+                "Name three with --aux_layer_ids, for example --aux_layer_ids 0 1 2"
+            )
+        return (2, num_layers // 2, num_layers - 3)
+    in_range = all(0 <= layer_id < num_layers for layer_id in aux_layer_ids)
+    if len(aux_layer_ids) != 3 or not in_range or sorted(set(aux_layer_ids)) != list(aux_layer_ids):
+        raise InputError(
+            f"--aux_layer_ids is {' '.join(map(str, aux_layer_ids))}; it must be three rising layer ids "
+            f"between 0 and {num_layers - 1}"
+        )
+    return aux_layer_ids
+
+
+def draft_config(
+    target: FrozenTarget, draft_vocab_size: int, intermediate_size: int | None = None
+) -> Eagle3Config:
+    """Sizes of the draft layer, read from the target.
+
+    A mixture-of-experts config may name one expert's width, so the draft's MLP is at least as wide as the hidden size.
+    """
+    config = target.config
+    num_heads = config.num_attention_heads
+    return Eagle3Config(
+        hidden_size=config.hidden_size,
+        intermediate_size=intermediate_size
+        or max(getattr(config, "intermediate_size", None) or 0, config.hidden_size),
+        num_attention_heads=num_heads,
+        num_key_value_heads=getattr(config, "num_key_value_heads", None) or num_heads,
+        head_dim=getattr(config, "head_dim", None) or config.hidden_size // num_heads,
+        vocab_size=target.vocab_size,
+        draft_vocab_size=draft_vocab_size,
+        rms_norm_eps=getattr(config, "rms_norm_eps", None) or 1e-6,
+        rope_theta=_rope_theta(config),
+        max_position_embeddings=config.max_position_embeddings,
+        aux_layer_ids=target.aux_layer_ids,
+    )
+
+
+@torch.no_grad()
+def check_target(target: FrozenTarget) -> None:
+    """Two short documents on one row must give the very logits that the model gives for each alone.
+
+    Raises InputError naming the class when documents read each other, or when the family scales its logits in a way
+    that `FrozenTarget.logits` does not know.
+    """
+    # float32 differs by summation order only; bf16 rounds each of dozens of layers.
+    tolerance = 1e-3 if target.dtype == torch.float32 else 0.06
+    generator = torch.Generator().manual_seed(0)
+    lengths = (5, 9)
+    offsets = (0, 5, 14)
+    ids = torch.randint(0, min(target.vocab_size, len(target.embedding_VH)), (offsets[-1],), generator=generator)
+    packed = PackedBatch(
+        input_ids=ids,
+        position_ids=torch.cat([torch.arange(length) for length in lengths]),
+        answer_remaining=torch.zeros(len(ids), dtype=torch.int32),
+        cu_seqlens=torch.tensor(offsets, dtype=torch.int32),
+        offsets=offsets,
+        max_seqlen=max(lengths),
+        num_tokens=len(ids),
+        num_rows=1,
+        sources=(),
+    ).to(target.device)
+    ours = target.logits(target.features(packed).final_hidden).float()
+    own = torch.cat(
+        [
+            target.model(input_ids=packed.input_ids[None, start:stop], use_cache=False).logits[0].float()
+            for start, stop in zip(offsets[:-1], offsets[1:], strict=True)
+        ]
+    )
+    difference = ((ours - own).norm() / own.norm()).item()
+    if not difference <= tolerance:
+        raise InputError(
+            f"{type(target.model).__name__} gives other logits for packed documents than for each alone "
+            f"(relative difference {difference:.2g}, limit {tolerance:.2g}): its attention reads across documents "
+            "or its head scales logits in an unknown way. Use another --target"
+        )
+
+
+def _decoder_layers(decoder: nn.Module, num_layers: int) -> nn.ModuleList:
+    for module in decoder.children():
+        if isinstance(module, nn.ModuleList) and len(module) == num_layers:
+            return module
+    raise InputError(f"{type(decoder).__name__} has no list of {num_layers} decoder layers; its states cannot be read")
+
+
+def _capture_into(captured: dict[int, Tensor], layer_id: int) -> Any:
+    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        captured[layer_id] = args[0] if args else kwargs["hidden_states"]
+
+    return hook
+
+
+def _rope_theta(config: Any) -> float:
+    """The rotary base; families with several rotary embeddings keep one dict a layer type (Gemma 3)."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    parameters = parameters.get("full_attention", parameters)
+    theta = parameters.get("rope_theta") or getattr(config, "rope_theta", None)
+    return float(theta or 10_000.0)

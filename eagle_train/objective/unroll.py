@@ -1,0 +1,176 @@
+"""Training-time test: K draft steps unrolled over a packed row, as sums.
+
+Six tokens of one document, K = 2; row t at step k reads token x_{t+1+k} and predicts x_{t+2+k}:
+
+    row t               0       1       2       3
+    step 0  token in    x1      x2      x3      x4
+            hidden in   fc(a0)  fc(a1)  fc(a2)  fc(a3)
+            label       p1      p2      p3      p4        p_t: the target's distribution over x_{t+1}
+    step 1  token in    x2      x3      x4      x5
+            hidden in   out0    out1    out2    out3      the draft layer's own output at the same row
+            label       p2      p3      p4      (p5)
+            keys        step 0's keys of rows 0..t, and row t's own key of step 1; rotary position t + k
+
+Shapes: T rows, K steps, R supervised (row, step) pairs, R0 rows supervised at step 0, H hidden.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from eagle_train.batch import PackedBatch, TargetFeatures
+from eagle_train.model.attention import DocumentLayout, unrolled_attention
+from eagle_train.model.eagle3 import Eagle3DraftHead
+from eagle_train.objective.losses import RowStatistics, TargetLabels, target_labels, vocabulary_loss
+
+STEP_DECAY = 0.8  # w_k = 0.8^k (EAGLE-3, official training code)
+
+
+@dataclass(frozen=True, slots=True)
+class Supervision:
+    """The supervised (row, step) pairs of a batch, known from its masks alone.
+
+    rows_R0: rows supervised at step 0; row_R, step_R: row and step of each pair, step by step;
+    label_R: index into rows_R0 of the row whose label the pair has (row + step). All int64.
+    """
+
+    rows_R0: Tensor
+    row_R: Tensor
+    step_R: Tensor
+    label_R: Tensor
+
+    def to(self, device: torch.device | str) -> "Supervision":
+        return Supervision(*(t.to(device, non_blocking=True) for t in (self.rows_R0, self.row_R, self.step_R, self.label_R)))
+
+
+@dataclass(frozen=True, slots=True)
+class UnrolledSums:
+    """Sums of one micro-batch; the division by global counts is the caller's.
+
+    loss: scalar sum_k weight_k * loss_sum_k, differentiable; the rest detached, `[K]` float64 sums:
+    loss_sum: cross-entropies; supervised_rows; loss_rows: those whose target arg-max can be drafted;
+    acceptance_sum; top1_hits; prefix_hits: rows whose steps 0..k all hit. own_tokens, own_token_rows: scalars, data
+    tokens that are the target's arg-max, of how many. hits_KT bool: the top-1 hit of each row and step.
+    """
+
+    loss: Tensor
+    loss_sum: Tensor
+    supervised_rows: Tensor
+    loss_rows: Tensor
+    acceptance_sum: Tensor
+    top1_hits: Tensor
+    prefix_hits: Tensor
+    own_tokens: Tensor
+    own_token_rows: int
+    hits_KT: Tensor
+
+
+def supervise(answer_remaining_T: Tensor, ttt_steps: int) -> Supervision:
+    """List the pairs (t, k) with answer_remaining[t] >= k + 2. On the host, where the masks are."""
+    rows_R0 = torch.nonzero(answer_remaining_T >= 2).squeeze(1)
+    remaining_R0 = answer_remaining_T[rows_R0]
+    row_parts, step_parts, label_parts = [], [], []
+    for step in range(ttt_steps):
+        index = torch.nonzero(remaining_R0 >= step + 2).squeeze(1)
+        row_parts.append(rows_R0[index])
+        step_parts.append(torch.full_like(index, step))
+        # Within a turn answer_remaining falls by one a row, so row + step is `step` places further on in rows_R0.
+        label_parts.append(index + step)
+    return Supervision(rows_R0, torch.cat(row_parts), torch.cat(step_parts), torch.cat(label_parts))
+
+
+def unroll_states(
+    head: Eagle3DraftHead,
+    embed: Callable[[Tensor], Tensor],
+    batch: PackedBatch,
+    aux_hidden_states_T3H: Tensor,
+    ttt_steps: int,
+    attention: Callable[..., Tensor] = unrolled_attention,
+) -> Tensor:
+    """The draft layer's un-normed outputs of all steps, `[K, T, H]`.
+
+    Rows near a document's end read a token of the next one (or padding) at later steps; they are never supervised
+    there, and later steps' keys reach only their own row, so nothing supervised sees it.
+    """
+    layout = DocumentLayout(batch.cu_seqlens, batch.offsets, batch.max_seqlen)
+    hidden_TH = head.fuse(aux_hidden_states_T3H)
+    keys: list[Tensor] = []
+    values: list[Tensor] = []
+
+    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        keys.append(key)
+        values.append(value)
+        return attention(query, keys[0], values[0], tuple(keys[1:]), tuple(values[1:]), layout)
+
+    outs = []
+    for step in range(ttt_steps):
+        shift = step + 1
+        tokens_T = F.pad(batch.input_ids[shift:], (0, min(shift, batch.num_slots)))
+        embeds_TH = embed(tokens_T).to(hidden_TH.dtype)
+        hidden_TH = head.step(embeds_TH, hidden_TH, batch.position_ids + step, attend)
+        outs.append(hidden_TH)
+    return torch.stack(outs)
+
+
+def unrolled_sums(
+    head: Eagle3DraftHead,
+    embed: Callable[[Tensor], Tensor],
+    target_logits_of: Callable[[Tensor], Tensor],
+    batch: PackedBatch,
+    supervision: Supervision,
+    features: TargetFeatures,
+    step_weight_K: Tensor,
+) -> UnrolledSums:
+    """Unroll K = len(step_weight_K) steps and sum losses and acceptance over the supervised pairs.
+
+    step_weight_K float32: weight_k of the loss, for example 0.8^k / N_k with N_k counted over the global batch.
+    """
+    ttt_steps = len(step_weight_K)
+    outs_KTH = unroll_states(head, embed, batch, features.aux_hidden_states, ttt_steps)
+    labels = target_labels(
+        target_logits_of, features.final_hidden[supervision.rows_R0 + 1], head.draft_token_ids, head.t2d
+    )
+    normed_RH = head.norm(outs_KTH[supervision.step_R, supervision.row_R])
+    trained_R = labels.in_draft_vocab[supervision.label_R].float()
+    loss, rows = vocabulary_loss(
+        normed_RH,
+        head.lm_head.weight,
+        labels,
+        supervision.label_R,
+        step_weight_K[supervision.step_R] * trained_R,
+        head.draft_token_ids,
+    )
+    return _sum_by_step(loss, rows, labels, trained_R, batch, supervision, ttt_steps)
+
+
+def _sum_by_step(
+    loss: Tensor,
+    rows: RowStatistics,
+    labels: TargetLabels,
+    trained_R: Tensor,
+    batch: PackedBatch,
+    supervision: Supervision,
+    ttt_steps: int,
+) -> UnrolledSums:
+    def by_step(values_R: Tensor) -> Tensor:
+        sums = torch.zeros(ttt_steps, dtype=torch.float64, device=values_R.device)
+        return sums.index_add_(0, supervision.step_R, values_R.double())
+
+    hits_KT = torch.zeros(ttt_steps, batch.num_slots, dtype=torch.bool, device=rows.top1_hit.device)
+    hits_KT[supervision.step_R, supervision.row_R] = rows.top1_hit
+    data_tokens_R0 = batch.input_ids[supervision.rows_R0 + 2]
+    return UnrolledSums(
+        loss=loss,
+        loss_sum=by_step(rows.cross_entropy * trained_R),
+        supervised_rows=by_step(torch.ones_like(trained_R)),
+        loss_rows=by_step(trained_R),
+        acceptance_sum=by_step(rows.acceptance),
+        top1_hits=by_step(rows.top1_hit),
+        prefix_hits=hits_KT.cumprod(0).sum(1).double(),
+        own_tokens=(data_tokens_R0 == labels.argmax).sum().double(),
+        own_token_rows=len(supervision.rows_R0),
+        hits_KT=hits_KT,
+    )

@@ -1,0 +1,64 @@
+"""Validation: loss and acceptance over a whole held-out split, as sums that are divided once."""
+
+from collections.abc import Sequence
+
+import torch
+from torch.utils.data import DataLoader
+from tqdm import tqdm
+
+from eagle_train.batch import PackedBatch
+from eagle_train.data.collator import BucketingCollator
+from eagle_train.data.packing import pack_best_fit
+from eagle_train.data.samples import Sample
+from eagle_train.model.eagle3 import Eagle3DraftHead
+from eagle_train.model.target import FrozenTarget
+from eagle_train.objective.acceptance import AcceptanceTotals
+from eagle_train.objective.unroll import STEP_DECAY, UnrolledSums, supervise, unrolled_sums
+
+WALK_LENGTHS = (3, 5)  # n at which every validation gives the acceptance length, beside n = K
+
+
+def walk_lengths(ttt_steps: int) -> tuple[int, ...]:
+    """The n of each reported acceptance length: 3, 5 and K, as far as K steps can tell."""
+    return tuple(sorted({n for n in (*WALK_LENGTHS, ttt_steps) if n <= ttt_steps}))
+
+
+def micro_batch_sums(
+    head: Eagle3DraftHead, target: FrozenTarget, batch: PackedBatch, step_weight_K: torch.Tensor
+) -> UnrolledSums:
+    """Target features without gradients, then the unrolled sums of one micro-batch that lies on the host."""
+    supervision = supervise(batch.answer_remaining, len(step_weight_K)).to(target.device)
+    batch = batch.to(target.device)
+    features = target.features(batch)
+    return unrolled_sums(head, target.embed, target.logits, batch, supervision, features, step_weight_K)
+
+
+@torch.no_grad()
+def evaluate(
+    head: Eagle3DraftHead,
+    target: FrozenTarget,
+    samples: Sequence[Sample],
+    *,
+    ttt_steps: int,
+    training_seq_len: int,
+    bucket_granularity: int,
+    padding_free: bool = True,
+    step_decay: float = STEP_DECAY,
+    progress: bool = True,
+) -> dict[str, object]:
+    """Figures over all samples, each exactly once; see `AcceptanceTotals.metrics` for the keys.
+
+    How samples are batched changes nothing but speed.
+    """
+    totals = AcceptanceTotals(ttt_steps, walk_lengths(ttt_steps))
+    step_weight_K = torch.zeros(ttt_steps, device=target.device)
+    packs = pack_best_fit([len(sample) for sample in samples], training_seq_len, seed=0, epoch=0)
+    loader: DataLoader[PackedBatch] = DataLoader(
+        samples,  # type: ignore[arg-type]
+        batch_sampler=packs,
+        collate_fn=BucketingCollator(bucket_granularity, padding_free),
+    )
+    for batch in tqdm(loader, desc="validation", unit="batch", leave=False, disable=not progress):
+        sums = micro_batch_sums(head, target, batch, step_weight_K)
+        totals.add(sums, batch.answer_remaining.numpy())
+    return totals.metrics(step_decay)

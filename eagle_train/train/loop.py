@@ -1,0 +1,232 @@
+"""The training loop. `train` is the file's story; everything else is a sentence of it."""
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from eagle_train.batch import PackedBatch
+from eagle_train.config import TrainConfig
+from eagle_train.errors import InputError
+from eagle_train.model.checkpoint import save_draft_head
+from eagle_train.objective.acceptance import AcceptanceTotals
+from eagle_train.objective.bigram import bigram_walk, fit_bigram
+from eagle_train.objective.unroll import UnrolledSums
+from eagle_train.train.evaluate import evaluate, micro_batch_sums, walk_lengths
+from eagle_train.train.optim import learning_rate_factor, make_optimizer, peak_learning_rate
+from eagle_train.train.output import check_same_run, claim_output_dir, header, summary
+from eagle_train.train.prepare import Prepared, prepare
+from eagle_train.train.report import MetricsLog, format_validation
+from eagle_train.train.schedule import data_digest, total_steps, windows
+from eagle_train.train.state import RunState, load_state, save_state
+
+
+@dataclass(slots=True)
+class Run:
+    """One run's moving parts. baseline: the bigram drafter's acceptance length at each n, as text keys."""
+
+    config: TrainConfig
+    prepared: Prepared
+    optimizer: torch.optim.AdamW
+    learning_rate: float
+    num_steps: int
+    output_dir: Path
+    state: RunState
+    log: MetricsLog
+    baseline: dict[str, float | None]
+
+
+def train(config: TrainConfig) -> Path:
+    """Train a draft head; returns the directory that holds the best one.
+
+    Raises InputError for anything that the user can mend.
+    """
+    claim_output_dir(config)
+    run = start(config)
+    print(header(run.prepared, config, run.num_steps, run.learning_rate))
+    if run.state.step == 0:
+        validate(run)
+        save(run)
+    pending: list[tuple[UnrolledSums, PackedBatch]] = []
+    bar = tqdm(total=run.num_steps, initial=run.state.step, desc="training", unit="step", dynamic_ncols=True)
+    for window in windows(run.prepared.train_samples, config, run.state.step, run.num_steps):
+        started = time.perf_counter()
+        pending += train_step(run, window)
+        run.state.seconds += time.perf_counter() - started
+        bar.update()
+        if run.state.step % config.log_every == 0 or run.state.step == run.num_steps:
+            log_training(run, pending, bar)
+            pending = []
+        if is_due(run.state.step, config.eval_every or max(run.num_steps // 5, 1), run.num_steps):
+            validate(run)
+            if config.save_every is None:
+                save(run)
+        if config.save_every and is_due(run.state.step, config.save_every, run.num_steps):
+            save(run)
+    bar.close()
+    print(summary(run.state, run.output_dir, config))
+    run.log.write("end", run.state.step, {"best_step": run.state.best_step, "seconds": run.state.seconds})
+    return run.output_dir
+
+
+def start(config: TrainConfig) -> Run:
+    """Load everything, and the saved state under --resume."""
+    if config.num_threads:
+        torch.set_num_threads(config.num_threads)
+    output_dir = Path(config.output_dir)
+    prepared = prepare(config)
+    learning_rate = peak_learning_rate(config, prepared.head.config.hidden_size)
+    optimizer = make_optimizer(prepared.head, config, learning_rate)
+    digest = data_digest(prepared.train_samples)
+    state = RunState(data_digest=digest)
+    log = MetricsLog(output_dir / "metrics.jsonl")
+    if config.resume:
+        check_same_run(config, output_dir)
+        state = load_state(output_dir / "state", prepared.head, optimizer)
+        if state.data_digest != digest:
+            raise InputError(f"--resume: the training data differs from that of {output_dir}; restore it or start anew")
+        log.drop_after(state.step)
+    config.save(output_dir / "run_config.yaml")
+    return Run(
+        config=config,
+        prepared=prepared,
+        optimizer=optimizer,
+        learning_rate=learning_rate,
+        num_steps=total_steps(prepared.train_samples, config),
+        output_dir=output_dir,
+        state=state,
+        log=log,
+        baseline=bigram_baseline(prepared, config.ttt_steps),
+    )
+
+
+def train_step(run: Run, window: list[PackedBatch]) -> list[tuple[UnrolledSums, PackedBatch]]:
+    """One optimizer step over a window of micro-batches, normalised by the window's supervised rows."""
+    config, state, head = run.config, run.state, run.prepared.head
+    counts_K = supervised_counts(window, config.ttt_steps)
+    state.step += 1
+    state.tokens += sum(batch.num_tokens for batch in window)
+    if counts_K[0] == 0:
+        # Nothing to learn from: no weight, no moment and no learning rate moves.
+        state.empty_steps += 1
+        return []
+    step_weight_K = step_weights(counts_K, config.step_decay).to(run.prepared.target.device)
+    head.train()
+    sums = []
+    for batch in window:
+        batch_sums = micro_batch_sums(head, run.prepared.target, batch, step_weight_K)
+        batch_sums.loss.backward()
+        sums.append((batch_sums, batch))
+    grad_norm = torch.nn.utils.clip_grad_norm_(head.parameters(), config.max_grad_norm)
+    stop_if_not_finite(run, sum(float(s.loss.detach()) for s, _ in sums) + float(grad_norm), window)
+    factor = learning_rate_factor(
+        state.step - 1 - state.empty_steps, run.num_steps, config.warmup_ratio, config.min_lr_ratio
+    )
+    for group in run.optimizer.param_groups:
+        group["lr"] = run.learning_rate * factor
+    run.optimizer.step()
+    run.optimizer.zero_grad(set_to_none=True)
+    return sums
+
+
+def supervised_counts(window: list[PackedBatch], ttt_steps: int) -> list[int]:
+    """N_k over the whole window, from masks alone, before any forward."""
+    return [sum(counts) for counts in zip(*(batch.supervised_counts(ttt_steps) for batch in window), strict=True)]
+
+
+def step_weights(counts_K: list[int], step_decay: float) -> Tensor:
+    """decay^k / N_k, `[K]` float32; zero where no row is supervised."""
+    return torch.tensor([step_decay**k / count if count else 0.0 for k, count in enumerate(counts_K)])
+
+
+def stop_if_not_finite(run: Run, value: float, window: list[PackedBatch]) -> None:
+    """A NaN or infinity ends the run with the state of the step before it saved."""
+    if value - value == 0.0:
+        return
+    failed_step = run.state.step
+    run.optimizer.zero_grad(set_to_none=True)
+    run.state.step -= 1
+    run.state.tokens -= sum(batch.num_tokens for batch in window)
+    save(run)
+    sources = [source for batch in window for source in batch.sources]
+    shown = ", ".join(sources[:5]) + (f" and {len(sources) - 5} more" if len(sources) > 5 else "")
+    raise InputError(
+        f"loss or gradient is not finite at step {failed_step}, on {shown}; the state of step {run.state.step} is saved "
+        f"in {run.output_dir / 'state'}. Look at these samples, or resume with a lower --learning_rate or --dtype float32"
+    )
+
+
+def log_training(run: Run, pending: list[tuple[UnrolledSums, PackedBatch]], bar: "tqdm[None]") -> None:
+    """Figures of the steps since the last log line, on the bar and in metrics.jsonl."""
+    ttt_steps = run.config.ttt_steps
+    totals = AcceptanceTotals(ttt_steps, walk_lengths(ttt_steps))
+    for sums, batch in pending:
+        totals.add(sums, batch.answer_remaining.numpy())
+    slots = sum(batch.num_slots for _, batch in pending)
+    values = totals.metrics(run.config.step_decay) | {
+        "learning_rate": run.optimizer.param_groups[0]["lr"],
+        "tokens": run.state.tokens,
+        "tokens_per_second": run.state.tokens / run.state.seconds,
+        "fill": sum(batch.num_tokens for _, batch in pending) / slots if slots else None,
+        "empty_steps": run.state.empty_steps,
+    }
+    run.log.write("train", run.state.step, values)
+    loss, length = values["loss"], totals.walks[ttt_steps].acceptance_length if totals.walks else None
+    bar.set_postfix_str(
+        f"loss {loss:.3f}, acceptance length {length:.2f}, {run.state.tokens / run.state.seconds:,.0f} tokens/s"
+        if loss is not None and length is not None
+        else "no supervised row"
+    )
+
+
+def validate(run: Run) -> None:
+    """Measure the held-out split, show it, and keep the head if its acceptance length is the longest so far."""
+    config, prepared, state = run.config, run.prepared, run.state
+    if not prepared.heldout_samples:
+        keep_head(run)
+        return
+    prepared.head.eval()
+    metrics = evaluate(
+        prepared.head,
+        prepared.target,
+        prepared.heldout_samples,
+        ttt_steps=config.ttt_steps,
+        training_seq_len=config.training_seq_len,
+        bucket_granularity=config.granularity,
+        step_decay=config.step_decay,
+    )
+    run.log.write("validation", state.step, {f"eval_{name}": value for name, value in metrics.items()})
+    tqdm.write(format_validation(state.step, metrics, run.baseline))
+    if state.step == 0:
+        share = metrics["target_own_token_share"]
+        tqdm.write(f"  {share:.1%} of the held-out answer tokens are the target's own arg-max" if share is not None else "")
+    length = metrics["acceptance_length"][str(config.ttt_steps)]
+    if length is not None and (state.best_acceptance_length is None or length > state.best_acceptance_length):
+        state.best_step, state.best_acceptance_length = state.step, length
+        keep_head(run)
+
+
+def keep_head(run: Run) -> None:
+    """Write the head as what the output directory offers to engines."""
+    target = run.prepared.target
+    save_draft_head(run.prepared.head, run.output_dir, target_config=target.config, dtype=target.dtype)
+
+
+def save(run: Run) -> None:
+    """Write the state that --resume goes on from."""
+    save_state(run.output_dir / "state", run.state, run.prepared.head, run.optimizer)
+
+
+def is_due(step: int, every: int, num_steps: int) -> bool:
+    return step % every == 0 or step == num_steps
+
+
+def bigram_baseline(prepared: Prepared, ttt_steps: int) -> dict[str, float | None]:
+    """Acceptance length of a bigram drafter, counted on the training answers, over the held-out ones."""
+    train_documents = [(s.input_ids, s.answer_remaining) for s in prepared.train_samples]
+    heldout_documents = [(s.input_ids, s.answer_remaining) for s in prepared.heldout_samples]
+    table = fit_bigram(train_documents, prepared.target.vocab_size)
+    return {str(n): bigram_walk(table, heldout_documents, n).acceptance_length for n in walk_lengths(ttt_steps)}

@@ -1,0 +1,253 @@
+"""From a config to what the loop needs: target, draft head, samples. Every data-dependent check is made here."""
+
+import time
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from eagle_train.config import TrainConfig
+from eagle_train.data.conversations import DataReport, load_samples
+from eagle_train.data.samples import Sample, truncate
+from eagle_train.errors import InputError
+from eagle_train.model.eagle3 import Eagle3DraftHead
+from eagle_train.model.target import (
+    FrozenTarget,
+    check_target,
+    draft_config,
+    load_target,
+    read_target_config,
+    resolve_aux_layer_ids,
+)
+from eagle_train.model.vocab import choose_draft_vocabulary
+
+
+@dataclass(frozen=True, slots=True)
+class LengthReport:
+    """What fitting samples into the length limit did: counts of samples and tokens."""
+
+    limit: int
+    truncated_samples: int
+    truncated_tokens: int
+    dropped_samples: int
+    dropped_tokens: int
+    unsupervised_samples: int
+
+
+@dataclass(frozen=True, slots=True)
+class SplitReport:
+    """How a data split came about."""
+
+    data: DataReport
+    length: LengthReport
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """Everything that a run trains and validates with."""
+
+    target: FrozenTarget
+    target_name: str
+    head: Eagle3DraftHead
+    train_samples: list[Sample]
+    heldout_samples: list[Sample]
+    train_report: SplitReport
+    heldout_report: SplitReport | None  # None: split off the training data
+    draft_vocab_coverage: float
+
+
+def prepare(config: TrainConfig) -> Prepared:
+    """Load and check everything; the order puts cheap checks first."""
+    demo = Path(str(resources.files("eagle_train"))) / "demo"
+    target_name = config.target or str(demo / "target")
+    train_paths = [Path(path) for path in config.data] or [demo / "train.jsonl"]
+    eval_paths = [Path(path) for path in config.eval_data] or ([] if config.data else [demo / "heldout.jsonl"])
+    for path in [*train_paths, *eval_paths]:
+        if not path.is_file():
+            raise InputError(f"{path} does not exist; --data and --eval_data name JSONL files")
+    aux_layer_ids = _three(config.aux_layer_ids)
+    target_config = read_target_config(target_name, config.trust_remote_code)
+    resolve_aux_layer_ids(target_config.num_hidden_layers, aux_layer_ids)
+    device = choose_device(config.device)
+    tokenizer = load_tokenizer(target_name, config)
+    train_samples, train_report = _load_split(train_paths, tokenizer, target_config, config)
+    heldout_report = None
+    if eval_paths:
+        heldout_samples, heldout_report = _load_split(eval_paths, tokenizer, target_config, config)
+    else:
+        train_samples, heldout_samples = split_off(train_samples, config.eval_fraction, config.seed)
+    train_samples = train_samples[: config.max_samples]
+    heldout_samples = heldout_samples[: config.max_eval_samples]
+    target = load_target(
+        target_name,
+        dtype=choose_dtype(config.dtype, device),
+        device=device,
+        aux_layer_ids=aux_layer_ids,
+        trust_remote_code=config.trust_remote_code,
+    )
+    check_target(target)
+    head, coverage = make_draft_head(target, tokenizer, train_samples, config)
+    return Prepared(
+        target=target,
+        target_name="the bundled demo target" if config.target is None else config.target,
+        head=head,
+        train_samples=train_samples,
+        heldout_samples=heldout_samples,
+        train_report=train_report,
+        heldout_report=heldout_report,
+        draft_vocab_coverage=coverage,
+    )
+
+
+def choose_device(name: str) -> torch.device:
+    """--device as a torch device. Raises InputError for one that this machine lacks."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise InputError(f"--device {name} cannot be used: {str(error).splitlines()[0]}. Use auto or cpu") from error
+    return device
+
+
+def choose_dtype(name: str, device: torch.device) -> torch.dtype:
+    """--dtype; auto times a product, because bf16 is 4x faster on one CPU and slower on another."""
+    if name != "auto":
+        return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
+    if device.type != "cpu":
+        return torch.bfloat16
+    seconds = {dtype: _matmul_seconds(dtype) for dtype in (torch.float32, torch.bfloat16)}
+    # float32 is more exact, so bf16 must win clearly.
+    return torch.bfloat16 if seconds[torch.bfloat16] < 0.7 * seconds[torch.float32] else torch.float32
+
+
+def _matmul_seconds(dtype: torch.dtype) -> float:
+    left, right = torch.ones(512, 512, dtype=dtype), torch.ones(512, 512, dtype=dtype)
+    best = float("inf")
+    for _ in range(6):
+        start = time.perf_counter()
+        left @ right
+        best = min(best, time.perf_counter() - start)
+    return best
+
+
+def load_tokenizer(target_name: str, config: TrainConfig) -> PreTrainedTokenizerBase:
+    """The target's tokenizer, with --chat_template in place of its own where named."""
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(target_name, trust_remote_code=config.trust_remote_code)
+    except (OSError, ValueError) as error:
+        reason = " ".join(str(error).split())[:300]
+        raise InputError(f"--target {target_name}: its tokenizer could not be loaded: {reason}") from error
+    if config.chat_template is not None:
+        path = Path(config.chat_template)
+        if not path.is_file():
+            raise InputError(f"--chat_template {path} does not exist")
+        tokenizer.chat_template = path.read_text()
+    return tokenizer
+
+
+def _load_split(
+    paths: list[Path], tokenizer: PreTrainedTokenizerBase, target_config: Any, config: TrainConfig
+) -> tuple[list[Sample], SplitReport]:
+    samples, data_report = load_samples(
+        paths,
+        tokenizer,
+        vocab_size=target_config.vocab_size,
+        train_on="last" if config.train_on == "last" else "all",
+        template_options=config.parsed_template_options(),
+        role_map=config.parsed_role_map(),
+        on_bad_row="skip" if config.on_bad_row == "skip" else "error",
+    )
+    limit = min(config.training_seq_len, target_config.max_position_embeddings)
+    kept, length_report = fit_length(samples, limit, config.overlong)
+    if not kept:
+        raise InputError(
+            f"{', '.join(map(str, paths))}: none of {len(samples)} samples has a supervised row within {limit} tokens "
+            f"(the shortest has {min(map(len, samples))}); raise --training_seq_len, or check the data"
+        )
+    return kept, SplitReport(data_report, length_report)
+
+
+def fit_length(samples: list[Sample], limit: int, overlong: str) -> tuple[list[Sample], LengthReport]:
+    """Apply --overlong, then leave out samples in which no row is supervised; everything is counted.
+
+    Raises InputError for an over-long sample under "error".
+    """
+    kept, truncated, dropped = [], [], []
+    unsupervised = 0
+    for sample in samples:
+        if len(sample) > limit:
+            if overlong == "error":
+                raise InputError(
+                    f"{sample.source} has {len(sample)} tokens, the limit is {limit}; raise --training_seq_len "
+                    "or use --overlong truncate or drop"
+                )
+            if overlong == "drop":
+                dropped.append(len(sample))
+                continue
+            truncated.append(len(sample) - limit)
+            sample = truncate(sample, limit)  # noqa: PLW2901
+        if sample.num_supervised_rows:
+            kept.append(sample)
+        else:
+            unsupervised += 1
+    return kept, LengthReport(limit, len(truncated), sum(truncated), len(dropped), sum(dropped), unsupervised)
+
+
+def split_off(samples: list[Sample], fraction: float, seed: int) -> tuple[list[Sample], list[Sample]]:
+    """Hold out about `fraction` of the conversations (at least one, where there are two); (train, held-out).
+
+    Samples of one conversation stay together, so none is trained on and validated with.
+    """
+    sources = list(dict.fromkeys(sample.source for sample in samples))
+    num_heldout = min(max(round(fraction * len(sources)), int(fraction > 0)), len(sources) - 1)
+    order = np.random.default_rng([seed, 1]).permutation(len(sources))
+    heldout = {sources[index] for index in order[:num_heldout]}
+    return (
+        [sample for sample in samples if sample.source not in heldout],
+        [sample for sample in samples if sample.source in heldout],
+    )
+
+
+def make_draft_head(
+    target: FrozenTarget, tokenizer: PreTrainedTokenizerBase, samples: list[Sample], config: TrainConfig
+) -> tuple[Eagle3DraftHead, float]:
+    """A fresh head on the target's device, and the share of supervised tokens that its vocabulary covers."""
+    counts, closing_tokens = answer_token_counts(samples, target.vocab_size)
+    always = {*tokenizer.all_special_ids, *closing_tokens}
+    ids, coverage = choose_draft_vocabulary(counts, config.draft_vocab_size, always)
+    torch.manual_seed(config.seed)
+    head = Eagle3DraftHead(draft_config(target, len(ids), config.draft_intermediate_size))
+    head.set_vocabulary(ids)
+    with torch.no_grad():
+        head.lm_head.weight.copy_(target.lm_head.weight[ids.to(target.device)])
+        head.norm.weight.copy_(target.final_norm_weight())
+    return head.to(target.device), coverage
+
+
+def answer_token_counts(samples: list[Sample], vocab_size: int) -> tuple[np.ndarray, list[int]]:
+    """How often each id is an answer token `[V]`, and the ids that close at least one answer in a hundred.
+
+    Closing tokens are found in the data, because a template may end turns with something else than eos.
+    """
+    counts = np.zeros(vocab_size, dtype=np.int64)
+    closing = np.zeros(vocab_size, dtype=np.int64)
+    for sample in samples:
+        following = sample.input_ids[1:]
+        remaining = sample.answer_remaining[:-1]
+        counts += np.bincount(following[remaining >= 1], minlength=vocab_size)
+        closing += np.bincount(following[remaining == 1], minlength=vocab_size)
+    return counts, np.flatnonzero(closing * 100 >= max(closing.sum(), 1)).tolist()
+
+
+def _three(aux_layer_ids: tuple[int, ...] | None) -> tuple[int, int, int] | None:
+    if aux_layer_ids is None:
+        return None
+    if len(aux_layer_ids) != 3:
+        raise InputError(f"--aux_layer_ids names {len(aux_layer_ids)} layers; EAGLE-3 fuses three")
+    return (aux_layer_ids[0], aux_layer_ids[1], aux_layer_ids[2])

@@ -1,0 +1,68 @@
+"""What a person sees, and the same figures as one JSON object an event in `metrics.jsonl`."""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+
+class MetricsLog:
+    """Appends events to a JSON-lines file. A missing figure is null; NaN is never written."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def write(self, event: str, step: int, values: Mapping[str, Any]) -> None:
+        line = json.dumps({"event": event, "step": step, **values}, allow_nan=False)
+        with self.path.open("a") as file:
+            file.write(line + "\n")
+
+    def drop_after(self, step: int) -> None:
+        """Forget events of steps that a resumed run will do again."""
+        if not self.path.exists():
+            return
+        kept = [line for line in self.path.read_text().splitlines() if json.loads(line)["step"] <= step]
+        self.path.write_text("".join(f"{line}\n" for line in kept))
+
+
+def format_facts(title: str, facts: Mapping[str, str]) -> str:
+    """A title and aligned `name  value` lines."""
+    width = max(map(len, facts))
+    return "\n".join([title, *(f"  {name:<{width}}  {value}" for name, value in facts.items())])
+
+
+def format_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Right-aligned columns, the first one left-aligned."""
+    table = [header, *rows]
+    widths = [max(len(row[column]) for row in table) for column in range(len(header))]
+    lines = []
+    for row in table:
+        cells = [cell.ljust(width) if i == 0 else cell.rjust(width) for i, (cell, width) in enumerate(zip(row, widths, strict=True))]
+        lines.append("  " + "  ".join(cells).rstrip())
+    return "\n".join(lines)
+
+
+def format_figure(value: float | None, digits: int = 3) -> str:
+    """A figure, or a dash where there was nothing to measure."""
+    return "-" if value is None else f"{value:.{digits}f}"
+
+
+def format_validation(step: int, metrics: Mapping[str, Any], baseline: Mapping[str, float | None]) -> str:
+    """The validation table: figures per TTT step, then acceptance lengths at each n beside the bigram drafter's."""
+    per_step = [
+        ("loss", metrics["loss_per_step"]),
+        ("acceptance_rate", metrics["acceptance_rate"]),
+        ("top1_agreement", metrics["top1_agreement"]),
+    ]
+    header = ["ttt_step", *(str(k) for k in range(len(metrics["acceptance_rate"])))]
+    steps = format_table(header, [[name, *map(format_figure, values)] for name, values in per_step])
+    lengths = metrics["acceptance_length"]
+    walk = format_table(
+        ["drafted tokens n", *lengths],
+        [
+            ["acceptance_length (expected)", *(format_figure(lengths[n], 2) for n in lengths)],
+            ["bigram drafter", *(format_figure(baseline.get(n), 2) for n in lengths)],
+        ],
+    )
+    title = f"validation at step {step}: loss {format_figure(metrics['loss'])}, {metrics['supervised_rows']:,} supervised rows"
+    return f"{title}\n{steps}\n{walk}"

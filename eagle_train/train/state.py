@@ -1,0 +1,79 @@
+"""The state that --resume goes on from: float32 masters, optimizer moments, and where in the data the run stands."""
+
+import json
+import shutil
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from eagle_train.errors import InputError
+from eagle_train.files import write_json
+
+
+@dataclass(slots=True)
+class RunState:
+    """Progress of a run. step: optimizer steps done; the data order is a function of the config and the step.
+
+    tokens, seconds: real tokens trained on and time in training steps; empty_steps: steps without a supervised row;
+    best_*: the validation with the longest acceptance; data_digest: of the samples' lengths, to notice other data.
+    """
+
+    step: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+    empty_steps: int = 0
+    best_step: int | None = None
+    best_acceptance_length: float | None = None
+    data_digest: str = ""
+
+
+def save_state(directory: Path, state: RunState, head: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Write `directory` anew; the old state stays in place until the new one is complete."""
+    fresh = directory.with_name(directory.name + ".new")
+    old = directory.with_name(directory.name + ".old")
+    shutil.rmtree(fresh, ignore_errors=True)
+    fresh.mkdir(parents=True)
+    save_file({k: v.detach().cpu().contiguous() for k, v in head.state_dict().items()}, fresh / "weights.safetensors")
+    moments = {
+        f"{name}/{key}": value.detach().cpu()
+        for name, parameter in head.named_parameters()
+        for key, value in optimizer.state.get(parameter, {}).items()
+    }
+    save_file(moments, fresh / "optimizer.safetensors")
+    write_json(fresh / "state.json", asdict(state))
+    if directory.exists():
+        shutil.rmtree(old, ignore_errors=True)
+        directory.rename(old)
+    fresh.rename(directory)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def load_state(directory: Path, head: nn.Module, optimizer: torch.optim.Optimizer) -> RunState:
+    """Fill head and optimizer, and return where the run stood.
+
+    Raises InputError when there is no state or it belongs to a head of other sizes.
+    """
+    old = directory.with_name(directory.name + ".old")
+    if not directory.exists() and old.exists():
+        old.rename(directory)  # a save was interrupted between its two renames
+    if not (directory / "state.json").is_file():
+        raise InputError(f"--resume: {directory} holds no saved state; start without --resume")
+    try:
+        head.load_state_dict(load_file(directory / "weights.safetensors"))
+        moments = load_file(directory / "optimizer.safetensors")
+        values = json.loads((directory / "state.json").read_text())
+        state = RunState(**values)
+    except (SafetensorError, RuntimeError, OSError, TypeError, json.JSONDecodeError) as error:
+        reason = " ".join(str(error).split())[:300]
+        raise InputError(f"--resume: {directory} cannot be read: {reason}") from error
+    for name, parameter in head.named_parameters():
+        entries = {key.rsplit("/", 1)[1]: value for key, value in moments.items() if key.rsplit("/", 1)[0] == name}
+        if entries:
+            optimizer.state[parameter] = {
+                key: value.clone() if key == "step" else value.to(parameter.device) for key, value in entries.items()
+            }
+    return state

@@ -1,0 +1,18 @@
+"""Shared pieces of the tests: where reference numbers lie, and tiny models."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a test that reaches for a hub is a broken test
+
+SHARED = Path(__file__).resolve().parents[2] / "shared"
+
+
+@pytest.fixture(scope="session")
+def shared() -> Path:
+    """Reference numbers and data beside the checkout; tests that need them skip, visibly, where they are absent."""
+    if not (SHARED / "fixtures").is_dir():
+        pytest.skip("shared/ with reference numbers is not beside this checkout")
+    return SHARED
