@@ -1,0 +1,58 @@
+"""Train EAGLE draft heads for speculative decoding: packed, bucketed, with acceptance beside loss.
+
+The public names below are loaded on first use, so that `import eagle_train` costs nothing.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from eagle_train.batch import PackedBatch
+    from eagle_train.config import TrainConfig
+    from eagle_train.data.chat import load_samples
+    from eagle_train.data.collator import BucketingCollator
+    from eagle_train.data.samples import Sample
+    from eagle_train.errors import InputError
+    from eagle_train.model.checkpoint import load_draft_head, save_draft_head
+    from eagle_train.model.eagle3 import Eagle3DraftHead
+    from eagle_train.model.target import load_target
+    from eagle_train.train.evaluate import evaluate
+
+__version__ = "0.1.0"
+__all__ = [
+    "BucketingCollator",
+    "Eagle3DraftHead",
+    "InputError",
+    "PackedBatch",
+    "Sample",
+    "TrainConfig",
+    "evaluate",
+    "load_draft_head",
+    "load_samples",
+    "load_target",
+    "save_draft_head",
+]
+
+_HOMES = {
+    "BucketingCollator": "eagle_train.data.collator",
+    "Eagle3DraftHead": "eagle_train.model.eagle3",
+    "InputError": "eagle_train.errors",
+    "PackedBatch": "eagle_train.batch",
+    "Sample": "eagle_train.data.samples",
+    "TrainConfig": "eagle_train.config",
+    "evaluate": "eagle_train.train.evaluate",
+    "load_draft_head": "eagle_train.model.checkpoint",
+    "load_samples": "eagle_train.data.chat",
+    "load_target": "eagle_train.model.target",
+    "save_draft_head": "eagle_train.model.checkpoint",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'eagle_train' has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from eagle_train.errors import InputError
 
 COMMANDS = ("train",)
+TRAIN_DESCRIPTION = "Train an EAGLE-3 draft head. Without --target and --data: the bundled demo."
 
 
 def main(args: Sequence[str]) -> int:
@@ -15,9 +16,10 @@ def main(args: Sequence[str]) -> int:
         if command not in COMMANDS:
             raise InputError(f"unknown command {command!r}; the commands are: {', '.join(COMMANDS)}")
         # Imported here so that --help and mistakes in flags answer before PyTorch is loaded.
-        from eagle_train.config import parse_train_config
+        from eagle_train.config import TrainConfig
+        from eagle_train.flags import parse
 
-        config = parse_train_config(rest)
+        config = parse(TrainConfig, rest, command="train", description=TRAIN_DESCRIPTION)
         from eagle_train.train.loop import train
 
         train(config)

@@ -1,7 +1,8 @@
 """PackedBatch: the one contract between data, model and objective.
 
-A batch is one flat axis of T slots on which documents lie end to end; offsets say where each begins. The padded tail is
-a document of its own that nothing supervises. With bucket_granularity 8 and documents of 6 and 5 tokens:
+A batch is one flat axis of T slots on which documents lie end to end; offsets say where each begins. The
+padded tail is a document of its own that nothing supervises. With bucket_granularity 8 and documents of 6
+and 5 tokens:
 
     slot               0 1 2 3 4 5 | 6 7 8 9 10 | 11 12 13 14 15
     document           A A A A A A | B B B B B  | padding
@@ -9,7 +10,8 @@ a document of its own that nothing supervises. With bucket_granularity 8 and doc
     answer_remaining   0 3 2 1 0 0 | 3 2 1 0 0  | 0  0  0  0  0
     cu_seqlens         0             6            11               16
 
-The padded form (`num_rows` > 1) is the same axis cut into equal rows: a short document is followed by its own padding.
+The padded form (`num_rows` > 1) is the same axis cut into equal rows: a short document is followed by its
+own padding.
 """
 
 from dataclasses import dataclass, replace
@@ -51,7 +53,9 @@ class PackedBatch:
         return self.num_slots // self.num_rows
 
     def supervised_counts(self, ttt_steps: int) -> list[int]:
-        """Supervised rows at each step k: rows with answer_remaining >= k + 2. Reads host memory: call before `to`."""
+        """Supervised rows at each step k: rows with answer_remaining >= k + 2. Reads host memory: call
+        before `to`.
+        """
         per_depth = torch.bincount(self.answer_remaining.clamp(max=ttt_steps + 1), minlength=ttt_steps + 2)
         at_least = per_depth.flip(0).cumsum(0).flip(0)
         return [int(count) for count in at_least[2:]]

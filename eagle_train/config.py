@@ -1,21 +1,36 @@
-"""Every option of a training run: one frozen dataclass that is the command line, the YAML file and the saved record.
+"""Every option of a training run: one frozen dataclass that is the command line, the YAML file and the saved
+record.
 
 Checks that need no data are made here; each names the value, the limit and the remedy.
 """
 
-import argparse
-import dataclasses
-import difflib
-import types
-import typing
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn, Self
+from typing import Any
 
 import yaml
 
 from eagle_train.errors import InputError
+
+# Options that count something: each is at least 1 where it is set.
+COUNTS = (
+    "training_seq_len",
+    "bucket_granularity",
+    "batch_size",
+    "accumulation_steps",
+    "ttt_steps",
+    "num_epochs",
+    "max_steps",
+    "max_samples",
+    "max_eval_samples",
+    "draft_vocab_size",
+    "draft_intermediate_size",
+    "eval_every",
+    "save_every",
+    "log_every",
+    "num_threads",
+)
 
 
 def option(default: Any, group: str, text: str, choices: tuple[str, ...] | None = None) -> Any:
@@ -27,50 +42,80 @@ def option(default: Any, group: str, text: str, choices: tuple[str, ...] | None 
 class TrainConfig:
     """Options of `python -m eagle_train train`. None means "derived", and the help text says from what."""
 
-    target: str | None = option(None, "target", "Hugging Face id or directory of the frozen target; none: the demo")
+    target: str | None = option(
+        None, "target", "Hugging Face id or directory of the frozen target; none: the demo"
+    )
     dtype: str = option(
-        "auto", "target", "compute dtype; auto: bf16 on CUDA, the faster by a short timing on a CPU",
+        "auto",
+        "target",
+        "compute dtype; auto: bf16 on CUDA, the faster by a short timing on a CPU",
         ("auto", "float32", "bfloat16"),
     )
     device: str = option("auto", "target", "torch device; auto: cuda if present, else cpu")
     trust_remote_code: bool = option(False, "target", "run model code that the target's repository ships")
-    chat_template: str | None = option(None, "target", "file with a chat template that replaces the tokenizer's")
+    chat_template: str | None = option(
+        None, "target", "file with a chat template that replaces the tokenizer's"
+    )
     template_options: tuple[str, ...] = option(
         (), "target", "name=value pairs for the chat template, such as enable_thinking=false"
     )  # fmt: skip
 
-    data: tuple[str, ...] = option((), "data", "JSONL files with messages, conversations, or input_ids + loss_mask")
+    data: tuple[str, ...] = option(
+        (), "data", "JSONL files with messages, conversations, or input_ids + loss_mask"
+    )
     eval_data: tuple[str, ...] = option((), "data", "held-out JSONL files; none: --eval_fraction of --data")
-    eval_fraction: float = option(0.05, "data", "share of the samples held out where no --eval_data is named, 0..1")
-    max_samples: int | None = option(None, "data", "use only the first N training samples; none: all (samples)")
-    max_eval_samples: int | None = option(None, "data", "use only the first N held-out samples; none: all (samples)")
+    eval_fraction: float = option(
+        0.05, "data", "share of the samples held out where no --eval_data is named, 0..1"
+    )
+    max_samples: int | None = option(
+        None, "data", "use only the first N training samples; none: all (samples)"
+    )
+    max_eval_samples: int | None = option(
+        None, "data", "use only the first N held-out samples; none: all (samples)"
+    )
     train_on: str = option("all", "data", "which assistant turns are supervised", ("all", "last"))
     role_map: tuple[str, ...] = option((), "data", "name=role pairs for unknown role names in the data")
-    on_bad_row: str = option("error", "data", "a faulty row stops the run, or is counted and left out", ("error", "skip"))
+    on_bad_row: str = option(
+        "error", "data", "a faulty row stops the run, or is counted and left out", ("error", "skip")
+    )
     overlong: str = option(
-        "truncate", "data", "samples above --training_seq_len: cut, left out, or refused; always counted",
+        "truncate",
+        "data",
+        "samples above --training_seq_len: cut, left out, or refused; always counted",
         ("truncate", "drop", "error"),
     )
 
-    training_seq_len: int = option(4096, "batches", "capacity of a packed row, and the longest document (tokens)")
+    training_seq_len: int = option(
+        4096, "batches", "capacity of a packed row, and the longest document (tokens)"
+    )
     bucket_granularity: int | None = option(
         None, "batches", "batch lengths are multiples of this; none: min(1024, training_seq_len) (tokens)"
     )
-    packing: str = option("multipack", "batches", "fill rows with whole samples, or batch them", ("multipack", "none"))
-    padding_free: bool = option(True, "batches", "with --packing none: lay samples flat instead of in padded rows")
+    packing: str = option(
+        "multipack", "batches", "fill rows with whole samples, or batch them", ("multipack", "none")
+    )
+    padding_free: bool = option(
+        True, "batches", "with --packing none: lay samples flat instead of in padded rows"
+    )
     batch_size: int = option(8, "batches", "with --packing none: samples per micro-batch")
     accumulation_steps: int = option(1, "batches", "micro-batches per optimizer step")
 
     ttt_steps: int = option(7, "draft head", "K, length of the training-time-test unroll (steps)")
-    draft_vocab_size: int | None = option(None, "draft head", "none: min(32000, target's vocabulary) (tokens)")
+    draft_vocab_size: int | None = option(
+        None, "draft head", "none: min(32000, target's vocabulary) (tokens)"
+    )
     aux_layer_ids: tuple[int, ...] | None = option(
         None, "draft head", "three 0-based layers whose entering states are read; none: 2, L//2, L-3"
     )
-    draft_intermediate_size: int | None = option(None, "draft head", "width of the draft's MLP; none: the target's")
+    draft_intermediate_size: int | None = option(
+        None, "draft head", "width of the draft's MLP; none: the target's"
+    )
 
     learning_rate: float | None = option(None, "optimizer", "peak; none: 1e-4 x sqrt(4096 / hidden size)")
     num_epochs: int = option(1, "optimizer", "passes over the training samples")
-    max_steps: int | None = option(None, "optimizer", "stop after N optimizer steps; none: --num_epochs decides")
+    max_steps: int | None = option(
+        None, "optimizer", "stop after N optimizer steps; none: --num_epochs decides"
+    )
     warmup_ratio: float = option(0.03, "optimizer", "share of the steps with rising learning rate, 0..1")
     min_lr_ratio: float = option(0.1, "optimizer", "final learning rate as a share of the peak, 0..1")
     weight_decay: float = option(0.0, "optimizer", "AdamW's decay of matrices")
@@ -81,7 +126,9 @@ class TrainConfig:
     seed: int = option(0, "optimizer", "of initial weights and data order")
 
     output_dir: str = option("runs/eagle3", "run", "where head, metrics and state are written")
-    eval_every: int | None = option(None, "run", "optimizer steps between validations; none: a tenth of the run")
+    eval_every: int | None = option(
+        None, "run", "optimizer steps between validations; none: a tenth of the run"
+    )
     save_every: int | None = option(None, "run", "optimizer steps between saved states; none: at validations")
     log_every: int = option(10, "run", "optimizer steps between lines in metrics.jsonl")
     resume: bool = option(False, "run", "go on from the state in --output_dir")
@@ -94,11 +141,7 @@ class TrainConfig:
         return self.bucket_granularity or min(1024, self.training_seq_len)
 
     def __post_init__(self) -> None:
-        for name in (
-            "training_seq_len", "bucket_granularity", "batch_size", "accumulation_steps", "ttt_steps", "num_epochs",
-            "max_steps", "max_samples", "max_eval_samples", "draft_vocab_size", "draft_intermediate_size", "eval_every",
-            "save_every", "log_every", "num_threads",
-        ):  # fmt: skip
+        for name in COUNTS:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise InputError(f"--{name} is {value}; it must be at least 1")
@@ -111,15 +154,17 @@ class TrainConfig:
                 raise InputError(f"--{name} is {value}; it must be above 0")
         if self.training_seq_len % self.granularity:
             below = self.training_seq_len // self.granularity * self.granularity
+            nearest = f"{below} or {below + self.granularity}" if below else str(self.granularity)
             raise InputError(
                 f"--training_seq_len {self.training_seq_len} is not a multiple of --bucket_granularity "
-                f"{self.granularity}; use {below or self.granularity} or {below + self.granularity}, or a granularity "
-                "that divides it"
+                f"{self.granularity}; use {nearest}, or a granularity that divides it"
             )
         if self.resume and self.overwrite:
             raise InputError("--resume and --overwrite exclude each other; drop one")
         if self.target is None and self.data:
             raise InputError("--data is named without --target; name the model that these answers come from")
+        if self.eval_data and not self.data:
+            raise InputError("--eval_data is named without --data; name the files to train on as well")
         if self.target is not None and not self.data:
             raise InputError("--target is named without --data; name one or more JSONL files")
         self.parsed_template_options()
@@ -127,7 +172,9 @@ class TrainConfig:
 
     def parsed_template_options(self) -> dict[str, Any]:
         """--template_options as a mapping; values are read as YAML, so that false is a bool."""
-        return {name: yaml.safe_load(text) for name, text in _pairs("template_options", self.template_options)}
+        return {
+            name: yaml.safe_load(text) for name, text in _pairs("template_options", self.template_options)
+        }
 
     def parsed_role_map(self) -> dict[str, str]:
         """--role_map as a mapping."""
@@ -141,120 +188,9 @@ class TrainConfig:
         """Write all values, derived ones as null, so that `--config PATH` repeats the run."""
         path.write_text(yaml.safe_dump(self.to_dict(), sort_keys=False))
 
-    @classmethod
-    def from_args(cls, args: Sequence[str]) -> Self:
-        """Flags, over the YAML file that --config names, over the defaults.
-
-        Raises InputError for an unknown flag or key, naming the nearest known one.
-        """
-        flags = vars(_parser(cls).parse_args(list(args)))
-        config_path = flags.pop("config", None)
-        values = _read_yaml(cls, Path(config_path)) if config_path else {}
-        values.update(flags)
-        return cls(**values)
-
 
 def _pairs(name: str, texts: Sequence[str]) -> list[tuple[str, str]]:
     for text in texts:
         if "=" not in text:
             raise InputError(f"--{name} holds {text!r}; write name=value")
     return [(text.split("=", 1)[0], text.split("=", 1)[1]) for text in texts]
-
-
-def _read_yaml(cls: type[TrainConfig], path: Path) -> dict[str, Any]:
-    try:
-        values = yaml.safe_load(path.read_text())
-    except FileNotFoundError as error:
-        raise InputError(f"--config {path} does not exist") from error
-    except yaml.YAMLError as error:
-        raise InputError(f"--config {path} is not YAML: {' '.join(str(error).split())}") from error
-    if not isinstance(values, dict):
-        raise InputError(f"--config {path} holds {type(values).__name__}; it must hold `key: value` lines")
-    fields = {f.name: f for f in dataclasses.fields(cls)}
-    for key, value in values.items():
-        if key not in fields:
-            raise InputError(f"{path}: unknown key {key!r}{_nearest(key, fields)}")
-        values[key] = _checked(f"{path}: {key}", fields[key], value)
-    return values
-
-
-def _checked(where: str, f: "dataclasses.Field[Any]", value: Any) -> Any:
-    """A YAML value in the field's type; a single value stands for a list of one."""
-    base, many, optional = _shape(f.type)
-    if value is None and optional:
-        return None
-    items = value if many and isinstance(value, list) else [value]
-    for item in items:
-        fits = isinstance(item, base) and (base is bool or not isinstance(item, bool))
-        if not fits and not (base is float and type(item) is int):
-            raise InputError(f"{where} is {item!r}; it must be of type {base.__name__}")
-        choices = f.metadata["choices"]
-        if choices and item not in choices:
-            raise InputError(f"{where} is {item!r}; it must be one of {', '.join(choices)}")
-    return tuple(items) if many else base(items[0])
-
-
-def _shape(annotation: Any) -> tuple[type, bool, bool]:
-    """(scalar type, is a tuple, may be None) of a field's annotation."""
-    optional = isinstance(annotation, types.UnionType)
-    if optional:
-        annotation = next(part for part in typing.get_args(annotation) if part is not types.NoneType)
-    many = typing.get_origin(annotation) is tuple
-    return (typing.get_args(annotation)[0] if many else annotation), many, optional
-
-
-def _parse_bool(text: str) -> bool:
-    if text.lower() in ("true", "1", "yes", "on"):
-        return True
-    if text.lower() in ("false", "0", "no", "off"):
-        return False
-    raise argparse.ArgumentTypeError(f"{text!r} is neither true nor false")
-
-
-class _Parser(argparse.ArgumentParser):
-    """argparse whose errors are InputErrors and which names the nearest flag."""
-
-    def error(self, message: str) -> NoReturn:
-        if message.startswith("unrecognized arguments: "):
-            unknown = message.removeprefix("unrecognized arguments: ").split()[0]
-            known = [flag for action in self._actions for flag in action.option_strings]
-            message = f"unknown flag {unknown}{_nearest(unknown.split('=')[0], known)}"
-        raise InputError(f"{message}. See python -m eagle_train train --help")
-
-
-def _nearest(name: str, known: Any) -> str:
-    matches = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
-    return f"; did you mean {matches[0]}?" if matches else ""
-
-
-def _parser(cls: type[TrainConfig]) -> argparse.ArgumentParser:
-    parser = _Parser(
-        prog="python -m eagle_train train",
-        description="Train an EAGLE-3 draft head. Without --target and --data: the bundled demo.",
-        argument_default=argparse.SUPPRESS,
-        allow_abbrev=False,
-        formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=34, width=118),
-    )
-    parser.add_argument("--config", metavar="FILE", help="YAML file with the same keys; flags win")
-    groups: dict[str, Any] = {}
-    for f in dataclasses.fields(cls):
-        base, many, _ = _shape(f.type)
-        group = groups.setdefault(f.metadata["group"], parser.add_argument_group(f.metadata["group"]))
-        default = " ".join(map(str, f.default)) if isinstance(f.default, tuple) else f.default
-        extra: dict[str, Any] = {"choices": f.metadata["choices"]} if f.metadata["choices"] else {"metavar": base.__name__}
-        if base is bool:
-            extra |= {"type": _parse_bool, "nargs": "?", "const": True}
-        else:
-            extra |= {"type": base} | ({"nargs": "+"} if many else {})
-        shown = "" if default in (None, "") else f" [{default}]"
-        group.add_argument(f"--{f.name}", help=f.metadata["help"].replace("%", "%%") + shown, **extra)
-    return parser
-
-
-def parse_train_config(args: Sequence[str]) -> TrainConfig:
-    """The training run that the command line asks for."""
-    config = TrainConfig.from_args(args)
-    # argparse gives lists; the dataclass holds tuples so that it stays immutable.
-    return dataclasses.replace(
-        config, **{key: tuple(value) for key, value in vars(config).items() if isinstance(value, list)}
-    )

@@ -12,7 +12,9 @@ SHARED = Path(__file__).resolve().parents[2] / "shared"
 
 @pytest.fixture(scope="session")
 def shared() -> Path:
-    """Reference numbers and data beside the checkout; tests that need them skip, visibly, where they are absent."""
+    """Reference numbers and data beside the checkout; tests that need them skip, visibly, where they are
+    absent.
+    """
     if not (SHARED / "fixtures").is_dir():
         pytest.skip("shared/ with reference numbers is not beside this checkout")
     return SHARED

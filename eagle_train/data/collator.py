@@ -24,9 +24,10 @@ def round_up(length: int, granularity: int) -> int:
 class BucketingCollator:
     """Lay samples end to end, or row by row, and round the length up to `bucket_granularity`.
 
-    bucket_granularity: tokens; every batch length is a multiple of it, so that torch.compile meets few shapes;
-    padding_free: True lays the documents on one flat row and rounds up their sum; False gives each sample a row and
-    rounds up the longest (the form for models without document-isolating attention);
+    bucket_granularity: tokens; every batch length is a multiple of it, so that torch.compile meets few
+    shapes;
+    padding_free: True lays the documents on one flat row and rounds up their sum; False gives each sample a
+    row and rounds up the longest (the form for models without document-isolating attention);
     pad_token_id: any valid id; padding is known by position alone and is never supervised.
 
     Works in a plain PyTorch DataLoader:
@@ -103,7 +104,8 @@ def as_sample(feature: Feature, position: int) -> Sample:
     loss_mask = np.asarray(feature["loss_mask"])
     if input_ids.ndim != 1 or input_ids.shape != loss_mask.shape or len(input_ids) == 0:
         raise InputError(
-            f"feature {position} has input_ids of shape {input_ids.shape} and loss_mask of shape {loss_mask.shape}; "
+            f"feature {position} has input_ids of shape {input_ids.shape} and loss_mask of shape "
+            f"{loss_mask.shape}; "
             "both must be one-dimensional, equally long and not empty"
         )
     return Sample(

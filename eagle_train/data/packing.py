@@ -1,4 +1,5 @@
-"""Which samples share a batch. Numpy and the standard library only; a plan is a pure function of its arguments.
+"""Which samples share a batch. Numpy and the standard library only; a plan is a pure function of its
+arguments.
 
 A plan is a list of packs, a pack a list of sample indices; every index stands in exactly one pack.
 """
@@ -14,15 +15,17 @@ Plan = list[list[int]]
 def pack_best_fit(lengths: Sequence[int], capacity: int, *, seed: int, epoch: int) -> Plan:
     """Best-fit-decreasing packs of at most `capacity` tokens, in an order shuffled by (seed, epoch).
 
-    Longest first, each into the fullest open pack that still holds it (Johnson 1974: at most 11/9 of the optimum
-    plus a constant; in practice within a percent). Samples of equal length are shuffled first, so that packs differ
-    from epoch to epoch. Lengths above `capacity` are the caller's to truncate or drop.
+    Longest first, each into the fullest open pack that still holds it (Johnson 1974: at most 11/9 of the
+    optimum plus a constant; in practice within a percent). Samples of equal length are shuffled first, so
+    that packs differ from epoch to epoch. Lengths above `capacity` are the caller's to truncate or drop.
     """
     rng = np.random.default_rng([seed, epoch])
     shuffled = rng.permutation(len(lengths))
     longest_first = shuffled[np.argsort(-np.asarray(lengths, dtype=np.int64)[shuffled], kind="stable")]
     packs: Plan = []
-    open_packs: list[tuple[int, int]] = []  # (free tokens, pack), sorted: the best fit is the first that suffices
+    open_packs: list[
+        tuple[int, int]
+    ] = []  # (free tokens, pack), sorted: the best fit is the first that suffices
     for index in longest_first.tolist():
         length = lengths[index]
         assert length <= capacity, f"sample {index} has {length} tokens, capacity is {capacity}"

@@ -1,8 +1,8 @@
 """One tokenised training sample, and what "supervised" means for it.
 
-For an answer that covers tokens a..b (both included) serving drafts from rows a-1..b-2. `answer_remaining` counts,
-at every row t, the assistant tokens from t+1 on within that turn, so that row t is supervised at training-time-test
-step k exactly when `answer_remaining[t] >= k + 2`:
+For an answer that covers tokens a..b (both included) serving drafts from rows a-1..b-2. `answer_remaining`
+counts, at every row t, the assistant tokens from t+1 on within that turn, so that row t is supervised at
+training-time-test step k exactly when `answer_remaining[t] >= k + 2`:
 
     token              u  u  u  A  A  A  A  e        (an answer of 4 tokens at 3..6, then something else)
     row t              0  1  2  3  4  5  6  7
@@ -61,7 +61,9 @@ def spans_from_mask(loss_mask: npt.ArrayLike) -> list[tuple[int, int]]:
 
 
 def truncate(sample: Sample, max_tokens: int) -> Sample:
-    """Keep the first `max_tokens` tokens. The cut is no end of turn: rows near it just have fewer supervised steps."""
+    """Keep the first `max_tokens` tokens. The cut is no end of turn: rows near it just have fewer supervised
+    steps.
+    """
     if len(sample) <= max_tokens:
         return sample
     rows_to_the_cut = np.arange(max_tokens - 1, -1, -1, dtype=np.int32)

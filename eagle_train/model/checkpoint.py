@@ -1,8 +1,9 @@
 """A draft head on disk, in the official EAGLE-3 layout that vLLM, SGLang and llama.cpp load.
 
-`config.json` is flat, `model.safetensors` has bare names (`midlayer.*`, `fc`, `norm`, `lm_head`, `d2t` as offsets, `t2d`).
-The embedding is left out: engines share the target's. Default aux layers are left out of the config, because engines
-disagree on what an explicit id means and agree on the default.
+`config.json` is flat, `model.safetensors` has bare names (`midlayer.*`, `fc`, `norm`, `lm_head`, `d2t` as
+offsets, `t2d`).
+The embedding is left out: engines share the target's. Default aux layers are left out of the config, because
+engines disagree on what an explicit id means and agree on the default.
 """
 
 import json
@@ -21,8 +22,12 @@ from eagle_train.model.eagle3 import Eagle3Config, Eagle3DraftHead
 AUX_IDS_KEY = "eagle_aux_hidden_state_layer_ids"
 
 
-def save_draft_head(head: Eagle3DraftHead, directory: Path, *, target_config: Any, dtype: torch.dtype) -> None:
-    """Write `model.safetensors` (floats in `dtype`) and `config.json`. target_config: the target's text config."""
+def save_draft_head(
+    head: Eagle3DraftHead, directory: Path, *, target_config: Any, dtype: torch.dtype
+) -> None:
+    """Write `model.safetensors` (floats in `dtype`) and `config.json`. target_config: the target's text
+    config.
+    """
     directory.mkdir(parents=True, exist_ok=True)
     tensors = {
         name: (tensor.to(dtype) if tensor.is_floating_point() else tensor).detach().cpu().contiguous()
@@ -31,7 +36,9 @@ def save_draft_head(head: Eagle3DraftHead, directory: Path, *, target_config: An
     if head.config.draft_vocab_size == head.config.vocab_size:
         # Engines take absent maps for "the draft vocabulary is the target's".
         del tensors["d2t"], tensors["t2d"]
-    write_atomically(directory / "model.safetensors", lambda path: save_file(tensors, path, metadata={"format": "pt"}))
+    write_atomically(
+        directory / "model.safetensors", lambda path: save_file(tensors, path, metadata={"format": "pt"})
+    )
     write_json(directory / "config.json", _config_json(head.config, target_config, dtype))
 
 
@@ -55,7 +62,9 @@ def load_draft_head(directory: str | Path) -> Eagle3DraftHead:
     for name in sorted(set(tensors) & set(expected)):
         tensor = tensors[name]
         if tensor.shape != expected[name].shape:
-            problems.append(f"{name} has shape {list(tensor.shape)}, the config says {list(expected[name].shape)}")
+            problems.append(
+                f"{name} has shape {list(tensor.shape)}, the config says {list(expected[name].shape)}"
+            )
         elif tensor.is_floating_point() and not bool(tensor.isfinite().all()):
             problems.append(f"{name} holds a NaN or an infinity")
     if problems:
@@ -149,5 +158,6 @@ def _check_maps(head: Eagle3DraftHead, directory: Path) -> None:
     in_range = bool(((ids >= 0) & (ids < head.config.vocab_size)).all())
     if not in_range or not torch.equal(torch.nonzero(head.t2d).squeeze(1), ids.sort().values):
         raise InputError(
-            f"{directory}: d2t and t2d disagree; d2t must hold offsets (target id = i + d2t[i]) of the ids in t2d"
+            f"{directory}: d2t and t2d disagree; d2t must hold offsets (target id = i + d2t[i]) of "
+            "the ids in t2d"
         )

@@ -8,8 +8,8 @@ DESIGN of the layer (Li et al. 2025, EAGLE-3, section 3.1; official `traineagle3
     out     = hidden + mlp(post_attention_layernorm(hidden))          goes into the next step, un-normed
     logits  = lm_head(norm(out))                                      over the draft vocabulary
 
-Attribute names are the official checkpoint's, so a state dict is a checkpoint. Shapes: T rows, H hidden, N heads,
-d head size, V vocabulary, V_d draft vocabulary.
+Attribute names are the official checkpoint's, so a state dict is a checkpoint. Shapes: T rows, H hidden, N
+heads, d head size, V vocabulary, V_d draft vocabulary.
 """
 
 from collections.abc import Callable
@@ -20,7 +20,8 @@ from torch import Tensor, nn
 
 from eagle_train.model.layers import Linear, RMSNorm, SwiGLU, apply_rope, rope_tables
 
-# (query [T, N, d], key [T, N_kv, d], value [T, N_kv, d]) -> [T, N, d]; the caller keeps earlier keys and values.
+# (query [T, N, d], key [T, N_kv, d], value [T, N_kv, d]) -> [T, N, d]; the caller keeps earlier keys and
+# values.
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
@@ -72,7 +73,9 @@ class DraftLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = SwiGLU(config.hidden_size, config.intermediate_size)
 
-    def forward(self, embeds_TH: Tensor, hidden_TH: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
+    def forward(
+        self, embeds_TH: Tensor, hidden_TH: Tensor, cos: Tensor, sin: Tensor, attend: Attend
+    ) -> Tensor:
         x_T2H = torch.cat([self.input_layernorm(embeds_TH), self.hidden_norm(hidden_TH)], dim=-1)
         hidden_TH = hidden_TH + self.self_attn(x_T2H, cos, sin, attend)
         return hidden_TH + self.mlp(self.post_attention_layernorm(hidden_TH))
@@ -81,8 +84,8 @@ class DraftLayer(nn.Module):
 class Eagle3DraftHead(nn.Module):
     """All trained tensors of an EAGLE-3 head and the draft vocabulary's maps.
 
-    d2t int64 `[V_d]`: offsets, target id = i + d2t[i]; t2d bool `[V]`: in the draft vocabulary. The token embedding is
-    the target's, frozen, and is passed to `step` already looked up.
+    d2t int64 `[V_d]`: offsets, target id = i + d2t[i]; t2d bool `[V]`: in the draft vocabulary. The token
+    embedding is the target's, frozen, and is passed to `step` already looked up.
     """
 
     d2t: Tensor
@@ -102,7 +105,9 @@ class Eagle3DraftHead(nn.Module):
     @torch.no_grad()
     def set_vocabulary(self, draft_token_ids: Tensor) -> None:
         """Use the sorted target ids `[V_d]` as the draft vocabulary."""
-        self.d2t.copy_(draft_token_ids.to(self.d2t.device) - torch.arange(len(self.d2t), device=self.d2t.device))
+        self.d2t.copy_(
+            draft_token_ids.to(self.d2t.device) - torch.arange(len(self.d2t), device=self.d2t.device)
+        )
         self.t2d.zero_()
         self.t2d[draft_token_ids.to(self.t2d.device)] = True
 

@@ -47,7 +47,9 @@ class SwiGLU(nn.Module):
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
-def rope_tables(positions_T: Tensor, head_dim: int, theta: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def rope_tables(
+    positions_T: Tensor, head_dim: int, theta: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
     """cos and sin `[T, 1, head_dim]` of the half-rotation form that Hugging Face and the engines use."""
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device=positions_T.device) / head_dim
     angles = positions_T.float()[:, None] * (theta**-exponents)[None, :]

@@ -3,6 +3,8 @@
 Shapes: T rows, R chosen rows, H hidden, V vocabulary.
 """
 
+from contextlib import nullcontext
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from eagle_train.batch import PackedBatch, TargetFeatures
 from eagle_train.errors import InputError
 from eagle_train.model.attention import DocumentLayout
 from eagle_train.model.eagle3 import Eagle3Config
+from eagle_train.model.target_attention import check_target as check_family
 from eagle_train.model.target_attention import document_layout, register_target_attention
 
 
@@ -25,16 +28,18 @@ class FrozenTarget:
     Raises InputError where the decoder layers, the embedding or the head cannot be found.
     """
 
-    def __init__(self, model: nn.Module, aux_layer_ids: tuple[int, int, int] | None = None) -> None:
+    def __init__(self, model: Any, aux_layer_ids: tuple[int, int, int] | None = None) -> None:
         self.model = model.eval().requires_grad_(False)
-        self.config = model.config.get_text_config()
-        self.decoder = model.get_decoder()
+        self.config: Any = model.config.get_text_config()
+        self.decoder: Any = model.get_decoder()
         self.layers = _decoder_layers(self.decoder, self.config.num_hidden_layers)
         self.aux_layer_ids = resolve_aux_layer_ids(self.config.num_hidden_layers, aux_layer_ids)
         self.embedding_VH: Tensor = model.get_input_embeddings().weight
         if model.get_output_embeddings() is None:
-            raise InputError(f"{type(model).__name__} has no output head; name a causal language model as --target")
-        self.lm_head: nn.Module = model.get_output_embeddings()
+            raise InputError(
+                f"{type(model).__name__} has no output head; name a causal language model as --target"
+            )
+        self.lm_head: Any = model.get_output_embeddings()
 
     @property
     def device(self) -> torch.device:
@@ -58,12 +63,15 @@ class FrozenTarget:
         """Run the decoder once over the batch, documents kept apart, and read the aux and final states."""
         captured: dict[int, Tensor] = {}
         hooks = [
-            self.layers[layer_id].register_forward_pre_hook(_capture_into(captured, layer_id), with_kwargs=True)
+            self.layers[layer_id].register_forward_pre_hook(
+                _capture_into(captured, layer_id), with_kwargs=True
+            )
             for layer_id in self.aux_layer_ids
         ]
-        layout = DocumentLayout(batch.cu_seqlens, batch.offsets, batch.max_seqlen) if batch.num_rows == 1 else None
+        layout = DocumentLayout(batch.cu_seqlens, batch.offsets, batch.max_seqlen)
+        # Padded rows are plain causal rows: their padding lies behind the real tokens, which never see it.
         try:
-            with document_layout(layout):
+            with document_layout(layout) if batch.num_rows == 1 else nullcontext():
                 output = self.decoder(
                     input_ids=batch.input_ids.view(batch.num_rows, -1),
                     position_ids=batch.position_ids.view(batch.num_rows, -1),
@@ -79,8 +87,8 @@ class FrozenTarget:
     def logits(self, final_hidden_RH: Tensor) -> Tensor:
         """`[R, V]` next-token logits of chosen rows, with the family's own scaling and soft cap.
 
-        Only these three adjustments are known; `check_target` compares the result with the model's own forward, so
-        a family with another one is refused rather than mistrained.
+        Only these three adjustments are known; `probe_target` compares the result with the model's own
+        forward, so a family with another one is refused rather than mistrained.
         """
         logits = self.lm_head(final_hidden_RH)
         if (logit_scale := getattr(self.config, "logit_scale", None)) is not None:  # Cohere
@@ -126,6 +134,7 @@ def load_target(
         )
     except (OSError, ValueError, KeyError) as error:
         raise _not_loadable(name_or_path, error) from error
+    check_family(model)
     return FrozenTarget(model.to(device), aux_layer_ids)
 
 
@@ -176,7 +185,8 @@ def draft_config(
 ) -> Eagle3Config:
     """Sizes of the draft layer, read from the target.
 
-    A mixture-of-experts config may name one expert's width, so the draft's MLP is at least as wide as the hidden size.
+    A mixture-of-experts config may name one expert's width, so the draft's MLP is at least as wide as the
+    hidden size.
     """
     config = target.config
     num_heads = config.num_attention_heads
@@ -197,18 +207,20 @@ def draft_config(
 
 
 @torch.no_grad()
-def check_target(target: FrozenTarget) -> None:
+def probe_target(target: FrozenTarget) -> None:
     """Two short documents on one row must give the very logits that the model gives for each alone.
 
-    Raises InputError naming the class when documents read each other, or when the family scales its logits in a way
-    that `FrozenTarget.logits` does not know.
+    Raises InputError naming the class when documents read each other, or when the family scales its logits
+    in a way that `FrozenTarget.logits` does not know.
     """
     # float32 differs by summation order only; bf16 rounds each of dozens of layers.
     tolerance = 1e-3 if target.dtype == torch.float32 else 0.06
     generator = torch.Generator().manual_seed(0)
     lengths = (5, 9)
     offsets = (0, 5, 14)
-    ids = torch.randint(0, min(target.vocab_size, len(target.embedding_VH)), (offsets[-1],), generator=generator)
+    ids = torch.randint(
+        0, min(target.vocab_size, len(target.embedding_VH)), (offsets[-1],), generator=generator
+    )
     packed = PackedBatch(
         input_ids=ids,
         position_ids=torch.cat([torch.arange(length) for length in lengths]),
@@ -224,15 +236,15 @@ def check_target(target: FrozenTarget) -> None:
     own = torch.cat(
         [
             target.model(input_ids=packed.input_ids[None, start:stop], use_cache=False).logits[0].float()
-            for start, stop in zip(offsets[:-1], offsets[1:], strict=True)
+            for start, stop in pairwise(offsets)
         ]
     )
     difference = ((ours - own).norm() / own.norm()).item()
     if not difference <= tolerance:
         raise InputError(
             f"{type(target.model).__name__} gives other logits for packed documents than for each alone "
-            f"(relative difference {difference:.2g}, limit {tolerance:.2g}): its attention reads across documents "
-            "or its head scales logits in an unknown way. Use another --target"
+            f"(relative difference {difference:.2g}, limit {tolerance:.2g}): its attention reads across "
+            "documents or its head scales logits in an unknown way. Use another --target"
         )
 
 
@@ -240,7 +252,9 @@ def _decoder_layers(decoder: nn.Module, num_layers: int) -> nn.ModuleList:
     for module in decoder.children():
         if isinstance(module, nn.ModuleList) and len(module) == num_layers:
             return module
-    raise InputError(f"{type(decoder).__name__} has no list of {num_layers} decoder layers; its states cannot be read")
+    raise InputError(
+        f"{type(decoder).__name__} has no list of {num_layers} decoder layers; its states cannot be read"
+    )
 
 
 def _capture_into(captured: dict[int, Tensor], layer_id: int) -> Any:

@@ -15,11 +15,12 @@ DEFAULT_DRAFT_VOCAB_SIZE = 32_000
 def choose_draft_vocabulary(
     token_counts_V: npt.NDArray[np.int64], size: int | None, always: Iterable[int]
 ) -> tuple[Tensor, float]:
-    """The sorted target ids `[V_d]` of the draft vocabulary, and the share of counted tokens that it covers (0..1).
+    """The sorted target ids `[V_d]` of the draft vocabulary, and the share of counted tokens that it covers
+    (0..1).
 
-    token_counts_V: how often each id is supervised. `always` (special and end-of-turn tokens) come first, then the
-    most frequent ids; where fewer were seen than asked for, unseen ids follow in id order. None asks for
-    min(32,000, V).
+    token_counts_V: how often each id is supervised. `always` (special and end-of-turn tokens) come first,
+    then the most frequent ids; where fewer were seen than asked for, unseen ids follow in id order. None
+    asks for min(32,000, V).
 
     Raises InputError when size is below 1 or the number of `always` ids, or above the vocabulary.
     """
@@ -32,8 +33,8 @@ def choose_draft_vocabulary(
         )
     if size < len(required):
         raise InputError(
-            f"--draft_vocab_size is {size}, but {len(required)} special and end-of-turn tokens are always in; "
-            f"raise it to at least {len(required)}"
+            f"--draft_vocab_size is {size}, but {len(required)} special and end-of-turn tokens are always "
+            f"in; raise it to at least {len(required)}"
         )
     by_frequency = np.argsort(-token_counts_V, kind="stable")
     required_first = np.concatenate(

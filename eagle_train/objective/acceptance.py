@@ -1,10 +1,12 @@
-"""Acceptance as serving sees it: the chain walk over teacher-forced hits, pooled counts, and a bigram baseline.
+"""Acceptance as serving sees it: the chain walk over teacher-forced hits, pooled counts, and a bigram
+baseline.
 
 Numpy on the host; sums over batches and ranks come before any division, and an empty denominator gives None.
 """
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +19,9 @@ IntArray = npt.NDArray[np.int64]
 
 @dataclass(slots=True)
 class WalkCounts:
-    """Verify steps of the chain walk at n drafted tokens: steps, emitted tokens and accepted tokens a position `[n]`."""
+    """Verify steps of the chain walk at n drafted tokens: steps, emitted tokens and accepted tokens a
+    position `[n]`.
+    """
 
     steps: int
     emitted: int
@@ -40,7 +44,9 @@ def leading_hits(hits_KT: BoolArray) -> IntArray:
 
 
 def answer_starts(answer_remaining_T: npt.NDArray[np.int32]) -> IntArray:
-    """The row from which serving drafts first in each answer: a-1 for an answer a..b (a itself where a is row 0)."""
+    """The row from which serving drafts first in each answer: a-1 for an answer a..b (a itself where a is
+    row 0).
+    """
     remaining = answer_remaining_T.astype(np.int64)
     previous = np.concatenate([[0], remaining[:-1]])
     return np.flatnonzero((remaining >= 1) & (previous != remaining + 1))
@@ -51,9 +57,9 @@ def chain_walk(
 ) -> list[WalkCounts]:
     """Walk each answer as a decoder does: m accepted tokens and the target's own take it m + 1 rows on.
 
-    A decoder does not visit rows uniformly, so this differs from a mean over rows (DESIGN section 3). The prefill's
-    token x_{t+1} at the answer's first row is not counted, and the last step emits no bonus where the answer ends.
-    One WalkCounts an answer, in order; answers of a single token have no step.
+    A decoder does not visit rows uniformly, so this differs from a mean over rows (DESIGN section 3). The
+    prefill's token x_{t+1} at the answer's first row is not counted, and the last step emits no bonus where
+    the answer ends. One WalkCounts an answer, in order; answers of a single token have no step.
     """
     walks = []
     for start in answer_starts(answer_remaining_T).tolist():
@@ -91,7 +97,14 @@ class AcceptanceTotals:
 
     def add(self, batch_sums: UnrolledSums, answer_remaining_T: npt.NDArray[np.int32]) -> None:
         """Add one batch. Reads the device once a field."""
-        for name in ("loss_sum", "supervised_rows", "loss_rows", "acceptance_sum", "top1_hits", "prefix_hits"):
+        for name in (
+            "loss_sum",
+            "supervised_rows",
+            "loss_rows",
+            "acceptance_sum",
+            "top1_hits",
+            "prefix_hits",
+        ):
             values = getattr(batch_sums, name).cpu().numpy()
             self.sums[name] = self.sums.get(name, np.zeros(self.ttt_steps)) + values
         self.own_tokens += float(batch_sums.own_tokens)
@@ -100,14 +113,17 @@ class AcceptanceTotals:
         for n in self.walk_lengths:
             self.walks.setdefault(n, pool([], n)).add(pool(chain_walk(leading, answer_remaining_T, n), n))
 
-    def metrics(self, step_decay: float) -> dict[str, object]:
+    def metrics(self, step_decay: float) -> dict[str, Any]:
         """Loss and acceptance figures under DESIGN's names; lists are indexed by step k."""
         zeros = np.zeros(self.ttt_steps)
         rows = self.sums.get("supervised_rows", zeros)
         loss_per_step = _ratios(self.sums.get("loss_sum", zeros), rows)
         weights = step_decay ** np.arange(self.ttt_steps)
         measured = [w * loss for w, loss in zip(weights, loss_per_step, strict=True) if loss is not None]
-        prefix_share = [share or 0.0 for share in _ratios(self.sums.get("prefix_hits", zeros), np.full_like(rows, rows[0]))]
+        prefix_share = [
+            share or 0.0
+            for share in _ratios(self.sums.get("prefix_hits", zeros), np.full_like(rows, rows[0]))
+        ]
         return {
             "loss": float(sum(measured)) if measured else None,
             "loss_per_step": loss_per_step,

@@ -12,7 +12,9 @@ TokensAndRemaining = tuple[IntArray, IntArray]  # input_ids `[L]`, answer_remain
 
 
 def fit_bigram(documents: Iterable[TokensAndRemaining], vocab_size: int) -> npt.NDArray[np.int64]:
-    """The most frequent answer token after each token, `[V]`; after an unseen token, the most frequent of all."""
+    """The most frequent answer token after each token, `[V]`; after an unseen token, the most frequent of
+    all.
+    """
     pairs = []
     for input_ids, remaining in documents:
         rows = np.flatnonzero(remaining >= 1)

@@ -1,7 +1,7 @@
 """The vocabulary part of the objective, on supervised rows only and chunk by chunk.
 
-Shapes: R supervised (row, step) pairs, R0 rows supervised at step 0, C rows of a chunk, H hidden, V vocabulary,
-V_d draft vocabulary. Sums only; nothing here divides by a count.
+Shapes: R supervised (row, step) pairs, R0 rows supervised at step 0, C rows of a chunk, H hidden, V
+vocabulary, V_d draft vocabulary. Sums only; nothing here divides by a count.
 """
 
 from collections.abc import Callable
@@ -20,7 +20,8 @@ class TargetLabels:
 
     draft_logits `[R0, V_d]`: its logits restricted to the draft vocabulary, in the target's dtype;
     log_normalizer `[R0]` float32: log-sum-exp over the **full** vocabulary;
-    argmax `[R0]` int64: arg-max over the full vocabulary; in_draft_vocab `[R0]` bool: whether that arg-max can be drafted.
+    argmax `[R0]` int64: arg-max over the full vocabulary; in_draft_vocab `[R0]` bool: whether that arg-max
+    can be drafted.
     """
 
     draft_logits: Tensor
@@ -31,7 +32,9 @@ class TargetLabels:
 
 @dataclass(frozen=True, slots=True)
 class RowStatistics:
-    """What each supervised pair contributed, detached: cross_entropy, acceptance `[R]` float32, top1_hit `[R]` bool."""
+    """What each supervised pair contributed, detached: cross_entropy, acceptance `[R]` float32, top1_hit
+    `[R]` bool.
+    """
 
     cross_entropy: Tensor
     acceptance: Tensor
@@ -68,12 +71,14 @@ def vocabulary_loss(
 ) -> tuple[Tensor, RowStatistics]:
     """sum_r weight_r * cross_entropy_r against the restricted, renormalised target, and the rows' statistics.
 
-    normed_RH: draft states behind the final norm, in compute dtype; label_index_R: each pair's row in `labels`;
-    row_weight_R float32: zero where the target's arg-max cannot be drafted. cross_entropy (unweighted) is
-    -sum_v softmax(target)_v log softmax(draft)_v; acceptance is sum_v min(target_prob_v over the full vocabulary,
-    draft_prob_v) (Leviathan et al. 2023, eq. 2); a top-1 hit has the draft's arg-max equal to the target's.
+    normed_RH: draft states behind the final norm, in compute dtype; label_index_R: each pair's row in
+    `labels`; row_weight_R float32: zero where the target's arg-max cannot be drafted. cross_entropy
+    (unweighted) is -sum_v softmax(target)_v log softmax(draft)_v; acceptance is sum_v min(target_prob_v over
+    the full vocabulary, draft_prob_v) (Leviathan et al. 2023, eq. 2); a top-1 hit has the draft's arg-max
+    equal to the target's.
 
-    The gradients are made in the forward pass, while a chunk's logits exist, so that no `[R, V_d]` tensor is kept.
+    The gradients are made in the forward pass, while a chunk's logits exist, so that no `[R, V_d]` tensor is
+    kept.
     """
     loss, cross_entropy, acceptance, top1_hit = _ChunkedVocabularyLoss.apply(
         normed_RH,
@@ -163,7 +168,8 @@ def _chunk_statistics(
     draft_normalizer = torch.logsumexp(draft_logits, dim=-1)
     draft_probs = (draft_logits - draft_normalizer[:, None]).exp()
     cross_entropy = draft_normalizer - (restricted_probs * draft_logits).sum(-1)
-    # Over the full vocabulary a restricted probability shrinks by the share of mass inside the draft vocabulary.
+    # Over the full vocabulary a restricted probability shrinks by the share of mass inside the draft
+    # vocabulary.
     inside_share = (restricted_normalizer - log_normalizer).exp()
     acceptance = torch.minimum(restricted_probs * inside_share[:, None], draft_probs).sum(-1)
     return cross_entropy, acceptance, draft_probs - restricted_probs

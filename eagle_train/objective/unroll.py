@@ -43,7 +43,9 @@ class Supervision:
     label_R: Tensor
 
     def to(self, device: torch.device | str) -> "Supervision":
-        return Supervision(*(t.to(device, non_blocking=True) for t in (self.rows_R0, self.row_R, self.step_R, self.label_R)))
+        return Supervision(
+            *(t.to(device, non_blocking=True) for t in (self.rows_R0, self.row_R, self.step_R, self.label_R))
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +54,9 @@ class UnrolledSums:
 
     loss: scalar sum_k weight_k * loss_sum_k, differentiable; the rest detached, `[K]` float64 sums:
     loss_sum: cross-entropies; supervised_rows; loss_rows: those whose target arg-max can be drafted;
-    acceptance_sum; top1_hits; prefix_hits: rows whose steps 0..k all hit. own_tokens, own_token_rows: scalars, data
-    tokens that are the target's arg-max, of how many. hits_KT bool: the top-1 hit of each row and step.
+    acceptance_sum; top1_hits; prefix_hits: rows whose steps 0..k all hit. own_tokens, own_token_rows:
+    scalars, data tokens that are the target's arg-max, of how many. hits_KT bool: the top-1 hit of each row
+    and step.
     """
 
     loss: Tensor
@@ -77,7 +80,8 @@ def supervise(answer_remaining_T: Tensor, ttt_steps: int) -> Supervision:
         index = torch.nonzero(remaining_R0 >= step + 2).squeeze(1)
         row_parts.append(rows_R0[index])
         step_parts.append(torch.full_like(index, step))
-        # Within a turn answer_remaining falls by one a row, so row + step is `step` places further on in rows_R0.
+        # Within a turn answer_remaining falls by one a row, so row + step is `step` places further on in
+        # rows_R0.
         label_parts.append(index + step)
     return Supervision(rows_R0, torch.cat(row_parts), torch.cat(step_parts), torch.cat(label_parts))
 
@@ -92,8 +96,8 @@ def unroll_states(
 ) -> Tensor:
     """The draft layer's un-normed outputs of all steps, `[K, T, H]`.
 
-    Rows near a document's end read a token of the next one (or padding) at later steps; they are never supervised
-    there, and later steps' keys reach only their own row, so nothing supervised sees it.
+    Rows near a document's end read a token of the next one (or padding) at later steps; they are never
+    supervised there, and later steps' keys reach only their own row, so nothing supervised sees it.
     """
     layout = DocumentLayout(batch.cu_seqlens, batch.offsets, batch.max_seqlen)
     hidden_TH = head.fuse(aux_hidden_states_T3H)
@@ -126,7 +130,8 @@ def unrolled_sums(
 ) -> UnrolledSums:
     """Unroll K = len(step_weight_K) steps and sum losses and acceptance over the supervised pairs.
 
-    step_weight_K float32: weight_k of the loss, for example 0.8^k / N_k with N_k counted over the global batch.
+    step_weight_K float32: weight_k of the loss, for example 0.8^k / N_k with N_k counted over the global
+    batch.
     """
     ttt_steps = len(step_weight_K)
     outs_KTH = unroll_states(head, embed, batch, features.aux_hidden_states, ttt_steps)

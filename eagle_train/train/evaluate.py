@@ -1,6 +1,7 @@
 """Validation: loss and acceptance over a whole held-out split, as sums that are divided once."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch.utils.data import DataLoader
@@ -45,7 +46,7 @@ def evaluate(
     padding_free: bool = True,
     step_decay: float = STEP_DECAY,
     progress: bool = True,
-) -> dict[str, object]:
+) -> dict[str, Any]:
     """Figures over all samples, each exactly once; see `AcceptanceTotals.metrics` for the keys.
 
     How samples are batched changes nothing but speed.

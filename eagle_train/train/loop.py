@@ -3,6 +3,7 @@
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from eagle_train.objective.bigram import bigram_walk, fit_bigram
 from eagle_train.objective.unroll import UnrolledSums
 from eagle_train.train.evaluate import evaluate, micro_batch_sums, walk_lengths
 from eagle_train.train.optim import learning_rate_factor, make_optimizer, peak_learning_rate
-from eagle_train.train.output import check_same_run, claim_output_dir, header, summary
+from eagle_train.train.output import check_same_run, claim_output_dir, header, report_values, summary
 from eagle_train.train.prepare import Prepared, prepare
 from eagle_train.train.report import MetricsLog, format_validation
 from eagle_train.train.schedule import data_digest, total_steps, windows
@@ -47,11 +48,14 @@ def train(config: TrainConfig) -> Path:
     claim_output_dir(config)
     run = start(config)
     print(header(run.prepared, config, run.num_steps, run.learning_rate))
+    run.log.write("start", run.state.step, report_values(run.prepared))
     if run.state.step == 0:
         validate(run)
         save(run)
     pending: list[tuple[UnrolledSums, PackedBatch]] = []
-    bar = tqdm(total=run.num_steps, initial=run.state.step, desc="training", unit="step", dynamic_ncols=True)
+    bar: tqdm[Any] = tqdm(
+        total=run.num_steps, initial=run.state.step, desc="training", unit="step", dynamic_ncols=True
+    )
     for window in windows(run.prepared.train_samples, config, run.state.step, run.num_steps):
         started = time.perf_counter()
         pending += train_step(run, window)
@@ -87,7 +91,9 @@ def start(config: TrainConfig) -> Run:
         check_same_run(config, output_dir)
         state = load_state(output_dir / "state", prepared.head, optimizer)
         if state.data_digest != digest:
-            raise InputError(f"--resume: the training data differs from that of {output_dir}; restore it or start anew")
+            raise InputError(
+                f"--resume: the training data differs from that of {output_dir}; restore it or start anew"
+            )
         log.drop_after(state.step)
     config.save(output_dir / "run_config.yaml")
     return Run(
@@ -134,7 +140,9 @@ def train_step(run: Run, window: list[PackedBatch]) -> list[tuple[UnrolledSums, 
 
 def supervised_counts(window: list[PackedBatch], ttt_steps: int) -> list[int]:
     """N_k over the whole window, from masks alone, before any forward."""
-    return [sum(counts) for counts in zip(*(batch.supervised_counts(ttt_steps) for batch in window), strict=True)]
+    return [
+        sum(counts) for counts in zip(*(batch.supervised_counts(ttt_steps) for batch in window), strict=True)
+    ]
 
 
 def step_weights(counts_K: list[int], step_decay: float) -> Tensor:
@@ -154,12 +162,13 @@ def stop_if_not_finite(run: Run, value: float, window: list[PackedBatch]) -> Non
     sources = [source for batch in window for source in batch.sources]
     shown = ", ".join(sources[:5]) + (f" and {len(sources) - 5} more" if len(sources) > 5 else "")
     raise InputError(
-        f"loss or gradient is not finite at step {failed_step}, on {shown}; the state of step {run.state.step} is saved "
-        f"in {run.output_dir / 'state'}. Look at these samples, or resume with a lower --learning_rate or --dtype float32"
+        f"loss or gradient is not finite at step {failed_step}, on {shown}; the state of step "
+        f"{run.state.step} is saved in {run.output_dir / 'state'}. Look at these samples, or resume with "
+        "a lower --learning_rate or --dtype float32"
     )
 
 
-def log_training(run: Run, pending: list[tuple[UnrolledSums, PackedBatch]], bar: "tqdm[None]") -> None:
+def log_training(run: Run, pending: list[tuple[UnrolledSums, PackedBatch]], bar: "tqdm[Any]") -> None:
     """Figures of the steps since the last log line, on the bar and in metrics.jsonl."""
     ttt_steps = run.config.ttt_steps
     totals = AcceptanceTotals(ttt_steps, walk_lengths(ttt_steps))
@@ -175,15 +184,18 @@ def log_training(run: Run, pending: list[tuple[UnrolledSums, PackedBatch]], bar:
     }
     run.log.write("train", run.state.step, values)
     loss, length = values["loss"], totals.walks[ttt_steps].acceptance_length if totals.walks else None
+    speed = run.state.tokens / run.state.seconds
     bar.set_postfix_str(
-        f"loss {loss:.3f}, acceptance length {length:.2f}, {run.state.tokens / run.state.seconds:,.0f} tokens/s"
+        f"loss {loss:.3f}, acceptance length {length:.2f}, {speed:,.0f} tokens/s"
         if loss is not None and length is not None
         else "no supervised row"
     )
 
 
 def validate(run: Run) -> None:
-    """Measure the held-out split, show it, and keep the head if its acceptance length is the longest so far."""
+    """Measure the held-out split, show it, and keep the head if its acceptance length is the longest so
+    far.
+    """
     config, prepared, state = run.config, run.prepared, run.state
     if not prepared.heldout_samples:
         keep_head(run)
@@ -202,7 +214,11 @@ def validate(run: Run) -> None:
     tqdm.write(format_validation(state.step, metrics, run.baseline))
     if state.step == 0:
         share = metrics["target_own_token_share"]
-        tqdm.write(f"  {share:.1%} of the held-out answer tokens are the target's own arg-max" if share is not None else "")
+        tqdm.write(
+            f"  {share:.1%} of the held-out answer tokens are the target's own arg-max"
+            if share is not None
+            else ""
+        )
     length = metrics["acceptance_length"][str(config.ttt_steps)]
     if length is not None and (state.best_acceptance_length is None or length > state.best_acceptance_length):
         state.best_step, state.best_acceptance_length = state.step, length
@@ -229,4 +245,6 @@ def bigram_baseline(prepared: Prepared, ttt_steps: int) -> dict[str, float | Non
     train_documents = [(s.input_ids, s.answer_remaining) for s in prepared.train_samples]
     heldout_documents = [(s.input_ids, s.answer_remaining) for s in prepared.heldout_samples]
     table = fit_bigram(train_documents, prepared.target.vocab_size)
-    return {str(n): bigram_walk(table, heldout_documents, n).acceptance_length for n in walk_lengths(ttt_steps)}
+    return {
+        str(n): bigram_walk(table, heldout_documents, n).acceptance_length for n in walk_lengths(ttt_steps)
+    }

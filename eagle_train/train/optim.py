@@ -20,7 +20,9 @@ def make_optimizer(module: nn.Module, config: TrainConfig, learning_rate: float)
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": config.weight_decay},
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(groups, lr=learning_rate, betas=(config.adam_beta1, config.adam_beta2), fused=True)
+    return torch.optim.AdamW(
+        groups, lr=learning_rate, betas=(config.adam_beta1, config.adam_beta2), fused=True
+    )
 
 
 def learning_rate_factor(step: int, total_steps: int, warmup_ratio: float, min_ratio: float) -> float:

@@ -1,4 +1,6 @@
-"""From a config to what the loop needs: target, draft head, samples. Every data-dependent check is made here."""
+"""From a config to what the loop needs: target, draft head, samples. Every data-dependent check is made
+here.
+"""
 
 import time
 from dataclasses import dataclass
@@ -11,15 +13,15 @@ import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from eagle_train.config import TrainConfig
-from eagle_train.data.conversations import DataReport, load_samples
+from eagle_train.data.chat import DataReport, load_samples
 from eagle_train.data.samples import Sample, truncate
 from eagle_train.errors import InputError
 from eagle_train.model.eagle3 import Eagle3DraftHead
 from eagle_train.model.target import (
     FrozenTarget,
-    check_target,
     draft_config,
     load_target,
+    probe_target,
     read_target_config,
     resolve_aux_layer_ids,
 )
@@ -65,7 +67,9 @@ def prepare(config: TrainConfig) -> Prepared:
     demo = Path(str(resources.files("eagle_train"))) / "demo"
     target_name = config.target or str(demo / "target")
     train_paths = [Path(path) for path in config.data] or [demo / "train.jsonl"]
-    eval_paths = [Path(path) for path in config.eval_data] or ([] if config.data else [demo / "heldout.jsonl"])
+    eval_paths = [Path(path) for path in config.eval_data] or (
+        [] if config.data else [demo / "heldout.jsonl"]
+    )
     for path in [*train_paths, *eval_paths]:
         if not path.is_file():
             raise InputError(f"{path} does not exist; --data and --eval_data name JSONL files")
@@ -89,7 +93,7 @@ def prepare(config: TrainConfig) -> Prepared:
         aux_layer_ids=aux_layer_ids,
         trust_remote_code=config.trust_remote_code,
     )
-    check_target(target)
+    probe_target(target)
     head, coverage = make_draft_head(target, tokenizer, train_samples, config)
     return Prepared(
         target=target,
@@ -111,7 +115,9 @@ def choose_device(name: str) -> torch.device:
         device = torch.device(name)
         torch.empty(1, device=device)
     except (RuntimeError, AssertionError) as error:
-        raise InputError(f"--device {name} cannot be used: {str(error).splitlines()[0]}. Use auto or cpu") from error
+        raise InputError(
+            f"--device {name} cannot be used: {str(error).splitlines()[0]}. Use auto or cpu"
+        ) from error
     return device
 
 
@@ -167,7 +173,8 @@ def _load_split(
     kept, length_report = fit_length(samples, limit, config.overlong)
     if not kept:
         raise InputError(
-            f"{', '.join(map(str, paths))}: none of {len(samples)} samples has a supervised row within {limit} tokens "
+            f"{', '.join(map(str, paths))}: none of {len(samples)} samples has a supervised row "
+            f"within {limit} tokens "
             f"(the shortest has {min(map(len, samples))}); raise --training_seq_len, or check the data"
         )
     return kept, SplitReport(data_report, length_report)
@@ -184,16 +191,16 @@ def fit_length(samples: list[Sample], limit: int, overlong: str) -> tuple[list[S
         if len(sample) > limit:
             if overlong == "error":
                 raise InputError(
-                    f"{sample.source} has {len(sample)} tokens, the limit is {limit}; raise --training_seq_len "
-                    "or use --overlong truncate or drop"
+                    f"{sample.source} has {len(sample)} tokens, the limit is {limit}; raise "
+                    "--training_seq_len or use --overlong truncate or drop"
                 )
             if overlong == "drop":
                 dropped.append(len(sample))
                 continue
             truncated.append(len(sample) - limit)
-            sample = truncate(sample, limit)  # noqa: PLW2901
-        if sample.num_supervised_rows:
-            kept.append(sample)
+        fitted = truncate(sample, limit)
+        if fitted.num_supervised_rows:
+            kept.append(fitted)
         else:
             unsupervised += 1
     return kept, LengthReport(limit, len(truncated), sum(truncated), len(dropped), sum(dropped), unsupervised)

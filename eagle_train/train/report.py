@@ -37,7 +37,10 @@ def format_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     widths = [max(len(row[column]) for row in table) for column in range(len(header))]
     lines = []
     for row in table:
-        cells = [cell.ljust(width) if i == 0 else cell.rjust(width) for i, (cell, width) in enumerate(zip(row, widths, strict=True))]
+        cells = [
+            cell.ljust(width) if i == 0 else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
         lines.append("  " + "  ".join(cells).rstrip())
     return "\n".join(lines)
 
@@ -48,7 +51,9 @@ def format_figure(value: float | None, digits: int = 3) -> str:
 
 
 def format_validation(step: int, metrics: Mapping[str, Any], baseline: Mapping[str, float | None]) -> str:
-    """The validation table: figures per TTT step, then acceptance lengths at each n beside the bigram drafter's."""
+    """The validation table: figures per TTT step, then acceptance lengths at each n beside the bigram
+    drafter's.
+    """
     per_step = [
         ("loss", metrics["loss_per_step"]),
         ("acceptance_rate", metrics["acceptance_rate"]),
@@ -64,5 +69,6 @@ def format_validation(step: int, metrics: Mapping[str, Any], baseline: Mapping[s
             ["bigram drafter", *(format_figure(baseline.get(n), 2) for n in lengths)],
         ],
     )
-    title = f"validation at step {step}: loss {format_figure(metrics['loss'])}, {metrics['supervised_rows']:,} supervised rows"
+    rows = f"{metrics['supervised_rows']:,} supervised rows"
+    title = f"validation at step {step}: loss {format_figure(metrics['loss'])}, {rows}"
     return f"{title}\n{steps}\n{walk}"

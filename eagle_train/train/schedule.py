@@ -1,4 +1,6 @@
-"""Which batches a run sees, step by step: a function of the config and the step, so that resuming reads no data."""
+"""Which batches a run sees, step by step: a function of the config and the step, so that resuming reads no
+data.
+"""
 
 import hashlib
 from collections import Counter

@@ -1,4 +1,6 @@
-"""The state that --resume goes on from: float32 masters, optimizer moments, and where in the data the run stands."""
+"""The state that --resume goes on from: float32 masters, optimizer moments, and where in the data the run
+stands.
+"""
 
 import json
 import shutil
@@ -18,8 +20,9 @@ from eagle_train.files import write_json
 class RunState:
     """Progress of a run. step: optimizer steps done; the data order is a function of the config and the step.
 
-    tokens, seconds: real tokens trained on and time in training steps; empty_steps: steps without a supervised row;
-    best_*: the validation with the longest acceptance; data_digest: of the samples' lengths, to notice other data.
+    tokens, seconds: real tokens trained on and time in training steps; empty_steps: steps without a
+    supervised row; best_*: the validation with the longest acceptance; data_digest: of the samples' lengths,
+    to notice other data.
     """
 
     step: int = 0
@@ -37,7 +40,10 @@ def save_state(directory: Path, state: RunState, head: nn.Module, optimizer: tor
     old = directory.with_name(directory.name + ".old")
     shutil.rmtree(fresh, ignore_errors=True)
     fresh.mkdir(parents=True)
-    save_file({k: v.detach().cpu().contiguous() for k, v in head.state_dict().items()}, fresh / "weights.safetensors")
+    save_file(
+        {k: v.detach().cpu().contiguous() for k, v in head.state_dict().items()},
+        fresh / "weights.safetensors",
+    )
     moments = {
         f"{name}/{key}": value.detach().cpu()
         for name, parameter in head.named_parameters()
@@ -71,9 +77,12 @@ def load_state(directory: Path, head: nn.Module, optimizer: torch.optim.Optimize
         reason = " ".join(str(error).split())[:300]
         raise InputError(f"--resume: {directory} cannot be read: {reason}") from error
     for name, parameter in head.named_parameters():
-        entries = {key.rsplit("/", 1)[1]: value for key, value in moments.items() if key.rsplit("/", 1)[0] == name}
+        entries = {
+            key.rsplit("/", 1)[1]: value for key, value in moments.items() if key.rsplit("/", 1)[0] == name
+        }
         if entries:
             optimizer.state[parameter] = {
-                key: value.clone() if key == "step" else value.to(parameter.device) for key, value in entries.items()
+                key: value.clone() if key == "step" else value.to(parameter.device)
+                for key, value in entries.items()
             }
     return state

@@ -1,6 +1,7 @@
 """The official EAGLE-3 implementation's numbers are met: logits, sums, counts, acceptance, gradients."""
 
 import json
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -49,9 +50,11 @@ class Fixture:
     def packed_batch(self) -> PackedBatch:
         cu_seqlens = self.tensors["cu_seqlens"].int()
         offsets = tuple(cu_seqlens.tolist())
-        documents = list(zip(offsets[:-1], offsets[1:], strict=True))
+        documents = list(pairwise(offsets))
         mask = self.tensors["assistant_mask"]
-        remaining = [answer_remaining_from_spans(b - a, spans_from_mask(mask[a:b].numpy())) for a, b in documents]
+        remaining = [
+            answer_remaining_from_spans(b - a, spans_from_mask(mask[a:b].numpy())) for a, b in documents
+        ]
         return PackedBatch(
             input_ids=self.tensors["input_ids"].long(),
             position_ids=torch.cat([torch.arange(b - a) for a, b in documents]),
@@ -90,7 +93,8 @@ def test_draft_logits_on_supervised_rows_equal_the_official_ones(fixture: Fixtur
 def test_sums_loss_and_gradients_equal_the_official_ones(fixture: Fixture) -> None:
     tensors = fixture.tensors
     decay = STEP_DECAY ** torch.arange(fixture.ttt_steps)
-    # The "final hidden state" of the fixture's target is its row index: its logits are looked up, not computed.
+    # The "final hidden state" of the fixture's target is its row index: its logits are looked up, not
+    # computed.
     row_index = torch.arange(fixture.batch.num_slots, dtype=torch.float32)[:, None]
     sums = unrolled_sums(
         fixture.head,
@@ -108,11 +112,15 @@ def test_sums_loss_and_gradients_equal_the_official_ones(fixture: Fixture) -> No
     assert sums.prefix_hits.tolist() == tensors["step_prefix_hits"].tolist()
     assert 0 < sums.loss_rows[0] < sums.supervised_rows[0], "the fixture has out-of-vocabulary rows"
     torch.testing.assert_close(sums.loss_sum.float(), tensors["step_loss_sum"].float(), rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(sums.acceptance_sum.float(), tensors["step_acceptance_sum"].float(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        sums.acceptance_sum.float(), tensors["step_acceptance_sum"].float(), rtol=1e-5, atol=1e-5
+    )
     torch.testing.assert_close(sums.loss.detach(), tensors["loss"].float().squeeze(), rtol=1e-6, atol=1e-6)
     compared = 0
     for name, parameter in fixture.head.named_parameters():
         assert parameter.grad is not None, name
-        torch.testing.assert_close(parameter.grad, tensors[f"grads.{name}"], rtol=1e-3, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(
+            parameter.grad, tensors[f"grads.{name}"], rtol=1e-3, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}"
+        )
         compared += 1
     assert compared == sum(name.startswith("grads.") for name in tensors)

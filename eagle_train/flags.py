@@ -1,0 +1,132 @@
+"""A frozen dataclass of options as command line and YAML file: one line a flag, errors in one line.
+
+Every field carries `group`, `help` and `choices` in its metadata (`config.option`). Types are str, int,
+float, bool, tuples of them, and None.
+"""
+
+import argparse
+import dataclasses
+import difflib
+import types
+import typing
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+import yaml
+
+from eagle_train.errors import InputError
+
+Config = TypeVar("Config")
+
+
+def parse(cls: type[Config], args: Sequence[str], *, command: str, description: str) -> Config:
+    """Flags, over the YAML file that --config names, over the defaults.
+
+    Raises InputError for an unknown flag or key, naming the nearest known one, and for a value of another
+    type.
+    """
+    flags = vars(_parser(cls, command, description).parse_args(list(args)))
+    config_path = flags.pop("config", None)
+    values = _read_yaml(cls, Path(config_path)) if config_path else {}
+    # argparse gives lists; tuples keep the dataclass immutable.
+    values |= {key: tuple(value) if isinstance(value, list) else value for key, value in flags.items()}
+    return cls(**values)
+
+
+def _read_yaml(cls: type[Config], path: Path) -> dict[str, Any]:
+    try:
+        values = yaml.safe_load(path.read_text())
+    except FileNotFoundError as error:
+        raise InputError(f"--config {path} does not exist") from error
+    except yaml.YAMLError as error:
+        raise InputError(f"--config {path} is not YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(values, dict):
+        raise InputError(f"--config {path} holds {type(values).__name__}; it must hold `key: value` lines")
+    fields = {f.name: f for f in _fields(cls)}
+    for key, value in values.items():
+        if key not in fields:
+            raise InputError(f"{path}: unknown key {key!r}{_nearest(key, fields)}")
+        values[key] = _checked(f"{path}: {key}", fields[key], value)
+    return values
+
+
+def _checked(where: str, f: "dataclasses.Field[Any]", value: Any) -> Any:
+    """A YAML value in the field's type; a single value stands for a list of one."""
+    base, many, optional = _shape(f.type)
+    if value is None and optional:
+        return None
+    items = value if many and isinstance(value, list) else [value]
+    for item in items:
+        fits = isinstance(item, base) and (base is bool or not isinstance(item, bool))
+        if not fits and not (base is float and type(item) is int):
+            raise InputError(f"{where} is {item!r}; it must be of type {base.__name__}")
+        choices = f.metadata["choices"]
+        if choices and item not in choices:
+            raise InputError(f"{where} is {item!r}; it must be one of {', '.join(choices)}")
+    return tuple(items) if many else base(items[0])
+
+
+def _fields(cls: type[Any]) -> tuple["dataclasses.Field[Any]", ...]:
+    return dataclasses.fields(cls)
+
+
+def _shape(annotation: Any) -> tuple[type, bool, bool]:
+    """(scalar type, is a tuple, may be None) of a field's annotation."""
+    optional = isinstance(annotation, types.UnionType)
+    if optional:
+        annotation = next(part for part in typing.get_args(annotation) if part is not types.NoneType)
+    many = typing.get_origin(annotation) is tuple
+    return (typing.get_args(annotation)[0] if many else annotation), many, optional
+
+
+def _parse_bool(text: str) -> bool:
+    if text.lower() in ("true", "1", "yes", "on"):
+        return True
+    if text.lower() in ("false", "0", "no", "off"):
+        return False
+    raise argparse.ArgumentTypeError(f"{text!r} is neither true nor false")
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse whose errors are InputErrors and which names the nearest flag."""
+
+    def error(self, message: str) -> NoReturn:
+        if message.startswith("unrecognized arguments: "):
+            unknown = message.removeprefix("unrecognized arguments: ").split()[0]
+            known = [flag for action in self._actions for flag in action.option_strings]
+            message = f"unknown flag {unknown}{_nearest(unknown.split('=')[0], known)}"
+        raise InputError(f"{message}. See {self.prog} --help")
+
+
+def _nearest(name: str, known: Iterable[str]) -> str:
+    matches = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    return f"; did you mean {matches[0]}" if matches else ""
+
+
+def _parser(cls: type[Config], command: str, description: str) -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog=f"python -m eagle_train {command}",
+        description=description,
+        argument_default=argparse.SUPPRESS,
+        allow_abbrev=False,
+        formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=34, width=118),
+    )
+    parser.add_argument("--config", metavar="FILE", help="YAML file with the same keys; flags win")
+    groups: dict[str, Any] = {}
+    for f in _fields(cls):
+        base, many, _ = _shape(f.type)
+        name = f.metadata["group"]
+        if name not in groups:
+            groups[name] = parser.add_argument_group(name)
+        default = " ".join(map(str, f.default)) if isinstance(f.default, tuple) else f.default
+        extra: dict[str, Any] = (
+            {"choices": f.metadata["choices"]} if f.metadata["choices"] else {"metavar": base.__name__}
+        )
+        if base is bool:
+            extra |= {"type": _parse_bool, "nargs": "?", "const": True}
+        else:
+            extra |= {"type": base} | ({"nargs": "+"} if many else {})
+        shown = "" if default in (None, "") else f" [{default}]"
+        groups[name].add_argument(f"--{f.name}", help=f.metadata["help"].replace("%", "%%") + shown, **extra)
+    return parser
