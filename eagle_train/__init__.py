@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from eagle_train.batch import PackedBatch
     from eagle_train.config import TrainConfig
-    from eagle_train.data.chat import load_samples
     from eagle_train.data.collator import BucketingCollator
+    from eagle_train.data.loading import load_samples
     from eagle_train.data.samples import Sample
     from eagle_train.errors import InputError
     from eagle_train.model.checkpoint import load_draft_head, save_draft_head
@@ -42,7 +42,7 @@ _HOMES = {
     "TrainConfig": "eagle_train.config",
     "evaluate": "eagle_train.train.evaluate",
     "load_draft_head": "eagle_train.model.checkpoint",
-    "load_samples": "eagle_train.data.chat",
+    "load_samples": "eagle_train.data.loading",
     "load_target": "eagle_train.model.target",
     "save_draft_head": "eagle_train.model.checkpoint",
 }

@@ -13,7 +13,7 @@ import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from eagle_train.config import TrainConfig
-from eagle_train.data.chat import DataReport, load_samples
+from eagle_train.data.loading import DataReport, load_samples
 from eagle_train.data.samples import Sample, truncate
 from eagle_train.errors import InputError
 from eagle_train.model.eagle3 import Eagle3DraftHead
