@@ -3,11 +3,11 @@
 from pathlib import Path
 
 import torch
-from tests.data.templates import OWN, make_tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from eagle_train.model.target import FrozenTarget
 from eagle_train.model.target_attention import register_target_attention
+from tests.data.templates import OWN, make_tokenizer
 
 
 def tiny_model(model_type: str = "llama", vocab_size: int = 96, **changes: object) -> torch.nn.Module:
@@ -27,7 +27,7 @@ def tiny_model(model_type: str = "llama", vocab_size: int = 96, **changes: objec
     config = AutoConfig.for_model(model_type, **(sizes | changes))
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, attn_implementation=register_target_attention())
-    # Random weights at the usual 0.02 give nearly flat distributions; larger ones make arg-maxes differ from row to row.
+    # Random weights at the usual 0.02 give nearly flat distributions; larger ones let arg-maxes differ.
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim == 2:

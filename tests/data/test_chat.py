@@ -7,7 +7,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from templates import (
+from transformers import PreTrainedTokenizerFast
+
+from eagle_train.data.chat import PROBE, TokenizedConversation, tokenize_conversation
+from eagle_train.data.conversations import Conversation
+from eagle_train.data.loading import load_samples
+from eagle_train.data.samples import Sample, answer_remaining_from_spans, spans_from_mask, truncate
+from eagle_train.errors import InputError
+from tests.data.templates import (
     DEFAULT_SYSTEM,
     EMPTY,
     EOS_AT_THE_END,
@@ -25,13 +32,6 @@ from templates import (
     supervised_texts,
     turns,
 )
-from transformers import PreTrainedTokenizerFast
-
-from eagle_train.data.chat import PROBE, TokenizedConversation, tokenize_conversation
-from eagle_train.data.conversations import Conversation
-from eagle_train.data.loading import load_samples
-from eagle_train.data.samples import Sample, answer_remaining_from_spans, spans_from_mask, truncate
-from eagle_train.errors import InputError
 
 VOCAB_SIZE = 1000
 

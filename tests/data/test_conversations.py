@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from templates import OWN, TOOLS, make_tokenizer, supervised_texts, turns
 
 from eagle_train.data.chat import tokenize_conversation
 from eagle_train.data.conversations import Conversation, count_rows, read_conversations, read_rows
 from eagle_train.data.loading import load_samples
 from eagle_train.errors import InputError
+from tests.data.templates import OWN, TOOLS, make_tokenizer, supervised_texts, turns
 
 GOOD = json.dumps({"messages": turns("2+2?", "4")})
 
