@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-DEFAULT_CHUNK_ROWS = 1024
+DEFAULT_CHUNK_ROWS = 512
 
 
 @dataclass(frozen=True, slots=True)
