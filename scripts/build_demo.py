@@ -215,23 +215,16 @@ def learning_rate(step: int, num_steps: int, peak: float = 3e-3) -> float:
 
 
 def train_target(
-    tokenizer: PreTrainedTokenizerFast, seed: int, num_steps: int, checkpoint: Path
+    tokenizer: PreTrainedTokenizerFast, seed: int, num_steps: int
 ) -> tuple[LlamaForCausalLM, dict[str, Any]]:
     """AdamW on the answers' cross-entropy; returns the model with its loss curve and seconds."""
     torch.manual_seed(seed)
     model = new_target(tokenizer).train()
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.05, fused=True)
     state: dict[str, Any] = {"step": 0, "tokens": 0, "curve": [], "recent": [], "seconds": 0.0}
-    if checkpoint.exists():
-        saved = torch.load(checkpoint, weights_only=True)
-        model.load_state_dict(saved["model"])
-        optimizer.load_state_dict(saved["optimizer"])
-        state = saved["state"]
-    first_step, begin = state["step"], time.monotonic() - state["seconds"]
-    bar = tqdm(total=num_steps, initial=first_step, unit="step", desc="target", mininterval=5)
+    begin = time.monotonic()
+    bar = tqdm(total=num_steps, unit="step", desc="target", mininterval=5)
     for step, (ids, is_answer) in zip(range(num_steps), training_batches(tokenizer, seed), strict=False):
-        if step < first_step:
-            continue
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step, num_steps)
         hidden = model.model(input_ids=ids, use_cache=False)[0]  # right padding needs no mask: causal
@@ -256,9 +249,6 @@ def train_target(
             )
             state["recent"] = []
             bar.set_postfix(loss=f"{state['curve'][-1]['answer_loss']:.3f}")
-            torch.save(
-                {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "state": state}, checkpoint
-            )
     bar.close()
     return model, state
 
@@ -481,7 +471,7 @@ def build_assets(args: argparse.Namespace, target_dir: Path, report: dict[str, A
 
 
 def grammar_digest(seed: int) -> str:
-    """Names the kept stages: another grammar or seed gives other texts and must not meet old checkpoints."""
+    """Names the kept stages: another grammar or seed gives other texts and must not meet old stages."""
     rng, families = random.Random(f"digest {seed}"), {**TRAIN_FAMILIES, **HELDOUT_FAMILIES}
     drafts = [draft_conversation(rng, families, MULTI_TURN_SHARE, SYSTEM_SHARE) for _ in range(500)]
     return hashlib.sha256(repr(drafts).encode()).hexdigest()[:8]
@@ -520,7 +510,6 @@ def main() -> None:
     args.work_dir.mkdir(parents=True, exist_ok=True)
     run = grammar_digest(args.seed)
     target_dir = args.work_dir / f"target-{run}-{args.target_steps}"
-    checkpoint = args.work_dir / f"target-{run}.pt"  # good for any number of steps until the decay begins
     args.work_dir = target_dir.parent / f"{target_dir.name}-answers"
     args.work_dir.mkdir(exist_ok=True)
     notes = args.work_dir / "training.json"
@@ -528,7 +517,7 @@ def main() -> None:
         rng, families = random.Random(f"tokenizer {args.seed}"), {**TRAIN_FAMILIES, **HELDOUT_FAMILIES}
         drafts = [draft_conversation(rng, families, MULTI_TURN_SHARE, SYSTEM_SHARE) for _ in range(6000)]
         tokenizer = train_tokenizer(text for draft in drafts for text in draft.prompts + draft.answers)
-        model, state = train_target(tokenizer, args.seed, args.target_steps, checkpoint)
+        model, state = train_target(tokenizer, args.seed, args.target_steps)
         save_target(model, tokenizer, target_dir)
         notes.write_text(json.dumps({"loss_curve": state["curve"], "earlier_seconds": state["seconds"]}))
         begin = time.monotonic()
