@@ -2,11 +2,16 @@
 
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from eagle_train.errors import InputError
 
 COMMANDS = ("train",)
-TRAIN_DESCRIPTION = "Train an EAGLE-3 draft head. Without --target and --data: the bundled demo."
+TRAIN_DESCRIPTION = (
+    "Train an EAGLE-3 draft head. Without --target, --data and --config: the bundled demo, under the options "
+    "of eagle_train/demo/config.yaml."
+)
+DEMO_CONFIG = Path(__file__).parent / "demo" / "config.yaml"
 
 
 def main(args: Sequence[str]) -> int:
@@ -19,17 +24,23 @@ def main(args: Sequence[str]) -> int:
         from eagle_train.config import TrainConfig
         from eagle_train.flags import parse
 
-        config = parse(TrainConfig, rest, command="train", description=TRAIN_DESCRIPTION)
+        config = parse(TrainConfig, with_demo_config(rest), command="train", description=TRAIN_DESCRIPTION)
         from eagle_train.train.loop import train
 
         train(config)
     except InputError as error:
-        print(f"eagle_train: {error}", file=sys.stderr)
+        print(f"eagle_train: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("eagle_train: interrupted; --resume goes on from the last saved state", file=sys.stderr)
         return 130
     return 0
+
+
+def with_demo_config(args: Sequence[str]) -> list[str]:
+    """The demo's own options under the given flags, unless these name a target, data or a config."""
+    named = {flag.split("=")[0] for flag in args}
+    return list(args) if named & {"--target", "--data", "--config"} else ["--config", str(DEMO_CONFIG), *args]
 
 
 if __name__ == "__main__":

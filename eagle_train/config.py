@@ -4,6 +4,7 @@ record.
 Checks that need no data are made here; each names the value, the limit and the remedy.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +20,7 @@ COUNTS = (
     "bucket_granularity",
     "batch_size",
     "accumulation_steps",
+    "tokens_per_step",
     "ttt_steps",
     "num_epochs",
     "max_steps",
@@ -53,9 +55,7 @@ class TrainConfig:
     )
     device: str = option("auto", "target", "torch device; auto: cuda if present, else cpu")
     trust_remote_code: bool = option(False, "target", "run model code that the target's repository ships")
-    chat_template: str | None = option(
-        None, "target", "file with a chat template that replaces the tokenizer's"
-    )
+    chat_template: str | None = option(None, "target", "file with a chat template; none: the tokenizer's own")
     template_options: tuple[str, ...] = option(
         (), "target", "name=value pairs for the chat template, such as enable_thinking=false"
     )  # fmt: skip
@@ -99,6 +99,9 @@ class TrainConfig:
     )
     batch_size: int = option(8, "batches", "with --packing none: samples per micro-batch")
     accumulation_steps: int = option(1, "batches", "micro-batches per optimizer step")
+    tokens_per_step: int | None = option(
+        None, "batches", "with multipack, sets row capacity and accumulation; none: one full row (tokens)"
+    )
 
     ttt_steps: int = option(7, "draft head", "K, length of the training-time-test unroll (steps)")
     draft_vocab_size: int | None = option(
@@ -127,18 +130,32 @@ class TrainConfig:
 
     output_dir: str = option("runs/eagle3", "run", "where head, metrics and state are written")
     eval_every: int | None = option(
-        None, "run", "optimizer steps between validations; none: a tenth of the run"
+        None, "run", "optimizer steps between validations; none: a fifth of the run"
     )
     save_every: int | None = option(None, "run", "optimizer steps between saved states; none: at validations")
     log_every: int = option(10, "run", "optimizer steps between lines in metrics.jsonl")
     resume: bool = option(False, "run", "go on from the state in --output_dir")
-    overwrite: bool = option(False, "run", "replace what is in --output_dir")
+    overwrite: bool = option(False, "run", "replace the run in --output_dir")
     num_threads: int | None = option(None, "run", "CPU threads; none: PyTorch's choice")
 
     @property
     def granularity(self) -> int:
         """--bucket_granularity, or its default min(1024, training_seq_len), in tokens."""
         return self.bucket_granularity or min(1024, self.training_seq_len)
+
+    @property
+    def micro_batches_per_step(self) -> int:
+        """Micro-batches that one optimizer step accumulates."""
+        if self.tokens_per_step is None:
+            return self.accumulation_steps
+        return -(-self.tokens_per_step // self.training_seq_len)
+
+    @property
+    def tokens_per_row(self) -> int:
+        """Up to how many tokens multipack fills a row; the longest sample may need more."""
+        if self.tokens_per_step is None:
+            return self.training_seq_len
+        return -(-self.tokens_per_step // self.micro_batches_per_step)
 
     def __post_init__(self) -> None:
         for name in COUNTS:
@@ -148,16 +165,27 @@ class TrainConfig:
         for name in ("warmup_ratio", "min_lr_ratio", "eval_fraction"):
             if not 0 <= getattr(self, name) <= 1:
                 raise InputError(f"--{name} is {getattr(self, name)}; it must lie between 0 and 1")
+        for name in ("adam_beta1", "adam_beta2"):
+            if not 0 <= getattr(self, name) < 1:
+                raise InputError(f"--{name} is {getattr(self, name)}; it must be at least 0 and below 1")
         for name in ("learning_rate", "max_grad_norm", "step_decay"):
             value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise InputError(f"--{name} is {value}; it must be above 0")
+            if value is not None and not 0 < value < math.inf:
+                raise InputError(f"--{name} is {value}; it must be a finite number above 0")
+        for name in ("weight_decay", "seed"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise InputError(f"--{name} is {getattr(self, name)}; it must be a finite number from 0 up")
         if self.training_seq_len % self.granularity:
             below = self.training_seq_len // self.granularity * self.granularity
             nearest = f"{below} or {below + self.granularity}" if below else str(self.granularity)
             raise InputError(
                 f"--training_seq_len {self.training_seq_len} is not a multiple of --bucket_granularity "
                 f"{self.granularity}; use {nearest}, or a granularity that divides it"
+            )
+        if self.tokens_per_step is not None and (self.accumulation_steps != 1 or self.packing != "multipack"):
+            raise InputError(
+                f"--tokens_per_step {self.tokens_per_step} is for --packing multipack without "
+                "--accumulation_steps, which it sets itself; drop one of them"
             )
         if self.resume and self.overwrite:
             raise InputError("--resume and --overwrite exclude each other; drop one")
@@ -172,9 +200,15 @@ class TrainConfig:
 
     def parsed_template_options(self) -> dict[str, Any]:
         """--template_options as a mapping; values are read as YAML, so that false is a bool."""
-        return {
-            name: yaml.safe_load(text) for name, text in _pairs("template_options", self.template_options)
-        }
+        try:
+            return {
+                name: yaml.safe_load(text) for name, text in _pairs("template_options", self.template_options)
+            }
+        except yaml.YAMLError as error:
+            raise InputError(
+                f"--template_options {' '.join(self.template_options)}: a value is not YAML ({error}); "
+                "quote it"
+            ) from error
 
     def parsed_role_map(self) -> dict[str, str]:
         """--role_map as a mapping."""

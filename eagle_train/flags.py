@@ -36,17 +36,17 @@ def parse(cls: type[Config], args: Sequence[str], *, command: str, description: 
 
 def _read_yaml(cls: type[Config], path: Path) -> dict[str, Any]:
     try:
-        values = yaml.safe_load(path.read_text())
-    except FileNotFoundError as error:
-        raise InputError(f"--config {path} does not exist") from error
-    except yaml.YAMLError as error:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InputError(f"--config {path} cannot be read: {error.strerror}; name a YAML file") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise InputError(f"--config {path} is not YAML: {' '.join(str(error).split())}") from error
     if not isinstance(values, dict):
         raise InputError(f"--config {path} holds {type(values).__name__}; it must hold `key: value` lines")
     fields = {f.name: f for f in _fields(cls)}
     for key, value in values.items():
         if key not in fields:
-            raise InputError(f"{path}: unknown key {key!r}{_nearest(key, fields)}")
+            raise InputError(f"{path}: unknown key {key!r}{_nearest(str(key), fields)}")
         values[key] = _checked(f"{path}: {key}", fields[key], value)
     return values
 
@@ -57,6 +57,8 @@ def _checked(where: str, f: "dataclasses.Field[Any]", value: Any) -> Any:
     if value is None and optional:
         return None
     items = value if many and isinstance(value, list) else [value]
+    if base is float:
+        items = [_number(item) for item in items]
     for item in items:
         fits = isinstance(item, base) and (base is bool or not isinstance(item, bool))
         if not fits and not (base is float and type(item) is int):
@@ -65,6 +67,14 @@ def _checked(where: str, f: "dataclasses.Field[Any]", value: Any) -> Any:
         if choices and item not in choices:
             raise InputError(f"{where} is {item!r}; it must be one of {', '.join(choices)}")
     return tuple(items) if many else base(items[0])
+
+
+def _number(value: Any) -> Any:
+    """YAML 1.1 takes 1e-4 for text, because it has no point."""
+    try:
+        return float(value) if isinstance(value, str) else value
+    except ValueError:
+        return value
 
 
 def _fields(cls: type[Any]) -> tuple["dataclasses.Field[Any]", ...]:

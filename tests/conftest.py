@@ -18,3 +18,11 @@ def shared() -> Path:
     if not (SHARED / "fixtures").is_dir():
         pytest.skip("shared/ with reference numbers is not beside this checkout")
     return SHARED
+
+
+@pytest.fixture(scope="session")
+def target_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny random target on disk, read only: copy it before changing it."""
+    from tests.tiny import write_target
+
+    return write_target(tmp_path_factory.mktemp("target") / "tiny")

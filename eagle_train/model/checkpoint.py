@@ -83,6 +83,8 @@ def read_draft_config(directory: Path) -> Eagle3Config:
         values = json.loads(path.read_text())
     except json.JSONDecodeError as error:
         raise InputError(f"{path} is not JSON: {error}") from error
+    if not isinstance(values, dict):
+        raise InputError(f"{path} holds no JSON object; it is not an EAGLE-3 head's config")
     required = ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size", "rms_norm_eps")
     missing = [key for key in required if key not in values]
     if missing:
@@ -104,7 +106,9 @@ def read_draft_config(directory: Path) -> Eagle3Config:
 
 
 def _aux_layer_ids(values: dict[str, Any]) -> tuple[int, int, int] | None:
-    ids = values.get(AUX_IDS_KEY) or values.get("eagle_config", {}).get(AUX_IDS_KEY)
+    ids = values.get(AUX_IDS_KEY) or (values.get("eagle_config") or {}).get(AUX_IDS_KEY)
+    if ids and len(ids) != 3:
+        raise InputError(f"config.json has {AUX_IDS_KEY} {ids}; this package's heads read three layers")
     return (ids[0], ids[1], ids[2]) if ids else None
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -125,21 +126,29 @@ def load_target(
     Raises InputError when it cannot be loaded, with the library's own words.
     """
     try:
-        model = AutoModelForCausalLM.from_pretrained(
+        model, loading = AutoModelForCausalLM.from_pretrained(
             name_or_path,
             dtype=dtype,
             attn_implementation=register_target_attention(),
             trust_remote_code=trust_remote_code,
             use_safetensors=True,
+            output_loading_info=True,
         )
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise _not_loadable(name_or_path, error) from error
+    if missing := sorted(loading["missing_keys"]):  # transformers fills them with random numbers
+        shown = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
+        raise InputError(f"--target {name_or_path} lacks {shown}; its files must hold the whole model")
     check_family(model)
     return FrozenTarget(model.to(device), aux_layer_ids)
 
 
 def read_target_config(name_or_path: str, trust_remote_code: bool = False) -> Any:
     """The target's text config alone, before any weight is read. Raises InputError as `load_target` does."""
+    if not Path(name_or_path).exists() and (
+        name_or_path.startswith(("/", ".")) or name_or_path.count("/") > 1
+    ):
+        raise InputError(f"--target {name_or_path} does not exist; name a directory or a Hugging Face id")
     if Path(name_or_path).is_dir() and not any(Path(name_or_path).glob("*.safetensors")):
         raise InputError(
             f"--target {name_or_path} holds no .safetensors file; other weight formats are not unpickled. "
@@ -154,7 +163,10 @@ def read_target_config(name_or_path: str, trust_remote_code: bool = False) -> An
 
 def _not_loadable(name_or_path: str, error: Exception) -> InputError:
     reason = " ".join(str(error).split())[:300]
-    return InputError(f"--target {name_or_path} could not be loaded: {reason}")
+    return InputError(
+        f"--target {name_or_path} could not be loaded ({reason}); name a Hugging Face id or a directory with "
+        "config.json, tokenizer and safetensors"
+    )
 
 
 def resolve_aux_layer_ids(

@@ -11,10 +11,12 @@ from eagle_train.batch import PackedBatch
 from eagle_train.data.collator import BucketingCollator
 from eagle_train.data.packing import pack_best_fit
 from eagle_train.data.samples import Sample
+from eagle_train.errors import InputError
 from eagle_train.model.eagle3 import Eagle3DraftHead
 from eagle_train.model.target import FrozenTarget
 from eagle_train.objective.acceptance import AcceptanceTotals
 from eagle_train.objective.unroll import STEP_DECAY, UnrolledSums, supervise, unrolled_sums
+from eagle_train.train.report import format_sources
 
 WALK_LENGTHS = (3, 5)  # n at which every validation gives the acceptance length, beside n = K
 
@@ -49,7 +51,7 @@ def evaluate(
 ) -> dict[str, Any]:
     """Figures over all samples, each exactly once; see `AcceptanceTotals.metrics` for the keys.
 
-    How samples are batched changes nothing but speed.
+    How samples are batched changes nothing but speed. Raises InputError where the loss is not finite.
     """
     totals = AcceptanceTotals(ttt_steps, walk_lengths(ttt_steps))
     step_weight_K = torch.zeros(ttt_steps, device=target.device)
@@ -61,5 +63,10 @@ def evaluate(
     )
     for batch in tqdm(loader, desc="validation", unit="batch", leave=False, disable=not progress):
         sums = micro_batch_sums(head, target, batch, step_weight_K)
+        if not bool(sums.loss_sum.isfinite().all()):
+            raise InputError(
+                f"validation loss is not finite on {format_sources(batch.sources)}; look at these samples, "
+                "or try --dtype float32"
+            )
         totals.add(sums, batch.answer_remaining.numpy())
     return totals.metrics(step_decay)

@@ -18,9 +18,9 @@ from eagle_train.objective.bigram import bigram_walk, fit_bigram
 from eagle_train.objective.unroll import UnrolledSums
 from eagle_train.train.evaluate import evaluate, micro_batch_sums, walk_lengths
 from eagle_train.train.optim import learning_rate_factor, make_optimizer, peak_learning_rate
-from eagle_train.train.output import check_same_run, claim_output_dir, header, report_values, summary
+from eagle_train.train.output import check_output_dir, claim_output_dir, header, report_values, summary
 from eagle_train.train.prepare import Prepared, prepare
-from eagle_train.train.report import MetricsLog, format_validation
+from eagle_train.train.report import MetricsLog, format_sources, format_validation
 from eagle_train.train.schedule import data_digest, total_steps, windows
 from eagle_train.train.state import RunState, load_state, save_state
 
@@ -45,32 +45,31 @@ def train(config: TrainConfig) -> Path:
 
     Raises InputError for anything that the user can mend.
     """
-    claim_output_dir(config)
+    check_output_dir(config)
     run = start(config)
     print(header(run.prepared, config, run.num_steps, run.learning_rate))
     run.log.write("start", run.state.step, report_values(run.prepared))
-    if run.state.step == 0:
+    if not config.resume:
         validate(run)
         save(run)
     pending: list[tuple[UnrolledSums, PackedBatch]] = []
-    bar: tqdm[Any] = tqdm(
+    with tqdm(
         total=run.num_steps, initial=run.state.step, desc="training", unit="step", dynamic_ncols=True
-    )
-    for window in windows(run.prepared.train_samples, config, run.state.step, run.num_steps):
-        started = time.perf_counter()
-        pending += train_step(run, window)
-        run.state.seconds += time.perf_counter() - started
-        bar.update()
-        if run.state.step % config.log_every == 0 or run.state.step == run.num_steps:
-            log_training(run, pending, bar)
-            pending = []
-        if is_due(run.state.step, config.eval_every or max(run.num_steps // 5, 1), run.num_steps):
-            validate(run)
-            if config.save_every is None:
+    ) as bar:
+        for window in windows(run.prepared.train_samples, config, run.state.step, run.num_steps):
+            started = time.perf_counter()
+            pending += train_step(run, window)
+            run.state.seconds += time.perf_counter() - started
+            bar.update()
+            if run.state.step % config.log_every == 0 or run.state.step == run.num_steps:
+                log_training(run, pending, bar)
+                pending = []
+            if is_due(run.state.step, config.eval_every or max(run.num_steps // 5, 1), run.num_steps):
+                validate(run)
+                if config.save_every is None:
+                    save(run)
+            if config.save_every and is_due(run.state.step, config.save_every, run.num_steps):
                 save(run)
-        if config.save_every and is_due(run.state.step, config.save_every, run.num_steps):
-            save(run)
-    bar.close()
     print(summary(run.state, run.output_dir, config))
     run.log.write("end", run.state.step, {"best_step": run.state.best_step, "seconds": run.state.seconds})
     return run.output_dir
@@ -80,22 +79,21 @@ def start(config: TrainConfig) -> Run:
     """Load everything, and the saved state under --resume."""
     if config.num_threads:
         torch.set_num_threads(config.num_threads)
-    output_dir = Path(config.output_dir)
     prepared = prepare(config)
     learning_rate = peak_learning_rate(config, prepared.head.config.hidden_size)
     optimizer = make_optimizer(prepared.head, config, learning_rate)
     digest = data_digest(prepared.train_samples)
     state = RunState(data_digest=digest)
+    output_dir = Path(config.output_dir)
     log = MetricsLog(output_dir / "metrics.jsonl")
     if config.resume:
-        check_same_run(config, output_dir)
         state = load_state(output_dir / "state", prepared.head, optimizer)
         if state.data_digest != digest:
             raise InputError(
                 f"--resume: the training data differs from that of {output_dir}; restore it or start anew"
             )
         log.drop_after(state.step)
-    config.save(output_dir / "run_config.yaml")
+    claim_output_dir(config)
     return Run(
         config=config,
         prepared=prepared,
@@ -159,10 +157,9 @@ def stop_if_not_finite(run: Run, value: float, window: list[PackedBatch]) -> Non
     run.state.step -= 1
     run.state.tokens -= sum(batch.num_tokens for batch in window)
     save(run)
-    sources = [source for batch in window for source in batch.sources]
-    shown = ", ".join(sources[:5]) + (f" and {len(sources) - 5} more" if len(sources) > 5 else "")
+    sources = format_sources([source for batch in window for source in batch.sources])
     raise InputError(
-        f"loss or gradient is not finite at step {failed_step}, on {shown}; the state of step "
+        f"loss or gradient is not finite at step {failed_step}, on {sources}; the state of step "
         f"{run.state.step} is saved in {run.output_dir / 'state'}. Look at these samples, or resume with "
         "a lower --learning_rate or --dtype float32"
     )

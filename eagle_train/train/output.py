@@ -1,7 +1,7 @@
 """The output directory, and the texts around a run: header before it, summary behind it."""
 
 import shutil
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import yaml
@@ -19,16 +19,22 @@ FREE_ON_RESUME = {
     "resume", "overwrite", "output_dir", "device", "num_threads", "log_every", "eval_every", "save_every",
     "max_steps", "num_epochs", "learning_rate", "dtype",
 }  # fmt: skip
+RUN_CONFIG = "run_config.yaml"
+METRICS = "metrics.jsonl"
+RUN_FILES = (RUN_CONFIG, METRICS, "model.safetensors", "config.json")
+RUN_FOLDERS = ("state", "state.new", "state.old")
 
 
-def claim_output_dir(config: TrainConfig) -> None:
-    """Make --output_dir. A directory that holds something is refused unless --resume or --overwrite says
-    what to do.
+def check_output_dir(config: TrainConfig) -> None:
+    """Refuse an --output_dir that holds something, unless --resume or --overwrite says what to do with it.
+    Nothing is changed yet.
     """
     path = Path(config.output_dir)
     if path.exists() and not path.is_dir():
         raise InputError(f"--output_dir {path} is a file; name a directory")
-    in_use = path.is_dir() and any(path.iterdir())
+    names = {entry.name for entry in path.iterdir()} if path.is_dir() else set()
+    # A run that ended before its first saved head has nothing to lose, so it does not block the next one.
+    in_use = bool(names) and not (RUN_CONFIG in names and names <= {RUN_CONFIG, METRICS})
     if in_use and not (config.resume or config.overwrite):
         raise InputError(
             f"--output_dir {path} is not empty; add --resume to go on, --overwrite to replace it, "
@@ -36,21 +42,37 @@ def claim_output_dir(config: TrainConfig) -> None:
         )
     if config.resume and not in_use:
         raise InputError(f"--resume: --output_dir {path} holds no run; start without --resume")
-    if in_use and config.overwrite:
-        if not (path / "run_config.yaml").is_file():
-            raise InputError(
-                f"--overwrite: {path} holds files but no eagle_train run; it is left alone. "
-                "Name another --output_dir"
-            )
-        shutil.rmtree(path)
-    path.mkdir(parents=True, exist_ok=True)
+    if in_use and not (path / RUN_CONFIG).is_file():
+        flag = "--resume" if config.resume else "--overwrite"
+        raise InputError(
+            f"{flag}: {path} holds files but no eagle_train run; it is left alone. Name another --output_dir"
+        )
+    if config.resume:
+        _check_same_options(config, path / RUN_CONFIG)
 
 
-def check_same_run(config: TrainConfig, output_dir: Path) -> None:
+def claim_output_dir(config: TrainConfig) -> None:
+    """Make --output_dir and note the options in it. The files of an earlier run go, unless --resume, and no
+    others: data or notes beside them stay.
+    """
+    path = Path(config.output_dir)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        if not config.resume:
+            for name in RUN_FILES:
+                (path / name).unlink(missing_ok=True)
+            for name in RUN_FOLDERS:
+                shutil.rmtree(path / name, ignore_errors=True)
+        # Without the two flags, so that `--config` with this file starts the same run in another directory.
+        replace(config, resume=False, overwrite=False).save(path / RUN_CONFIG)
+    except OSError as error:
+        raise InputError(
+            f"--output_dir {path} cannot be written: {error.strerror}; name another directory"
+        ) from error
+
+
+def _check_same_options(config: TrainConfig, path: Path) -> None:
     """Refuse to resume under options that would make it another run, naming each."""
-    path = output_dir / "run_config.yaml"
-    if not path.is_file():
-        raise InputError(f"--resume: {path} does not exist; start without --resume")
     saved = yaml.safe_load(path.read_text())
     changed = [
         f"--{key} {saved.get(key)} -> {value}"
@@ -87,11 +109,11 @@ def header(prepared: Prepared, config: TrainConfig, num_steps: int, learning_rat
         f"mean length {sum(lengths) / len(lengths):.0f}{_describe(prepared.train_report)}",
         "held-out data": heldout,
         "batches": _describe_batches(prepared, config),
-        "optimizer": f"{num_steps:,} steps of {config.accumulation_steps} micro-batches, AdamW, "
+        "optimizer": f"{num_steps:,} steps of {config.micro_batches_per_step} micro-batch(es), AdamW, "
         f"peak learning rate {learning_rate:.2g}",
         "output": config.output_dir,
     }
-    return format_facts("eagle_train", facts)
+    return format_facts("eagle_train", facts) + _notes(prepared)
 
 
 def _describe_batches(prepared: Prepared, config: TrainConfig) -> str:
@@ -120,7 +142,14 @@ def _describe(report: SplitReport) -> str:
         parts.append(f"{length.unsupervised_samples:,} without a supervised row left out")
     if data.rows_refused:
         parts.append(f"{data.rows_refused:,} of {data.rows_read:,} rows refused")
+    parts += [f"{times:,} x {kind.replace('_', ' ')}" for kind, times in data.warnings.items()]
     return "".join(f"; {part}" for part in parts)
+
+
+def _notes(prepared: Prepared) -> str:
+    """The first warning of each kind and the first refusals, with file:line."""
+    reports = [report for report in (prepared.train_report, prepared.heldout_report) if report]
+    return "".join(f"\n  note: {message}" for report in reports for message in report.data.messages)
 
 
 def summary(state: RunState, output_dir: Path, config: TrainConfig) -> str:
@@ -133,7 +162,7 @@ def summary(state: RunState, output_dir: Path, config: TrainConfig) -> str:
         f"{format_figure(state.best_acceptance_length, 2)} at n = {config.ttt_steps})"
         if state.best_step is not None
         else f"{output_dir} (the last one; nothing was held out)",
-        "figures": f"{output_dir / 'metrics.jsonl'}",
+        "figures": f"{output_dir / METRICS}",
         "serve it": f"vllm serve {target} --speculative-config "
         f'\'{{"method": "eagle3", "model": "{output_dir}", "num_speculative_tokens": 3}}\'',
         "look at it": "jupyter notebook scripts/acceptance_rate.ipynb",

@@ -72,7 +72,8 @@ def prepare(config: TrainConfig) -> Prepared:
     )
     for path in [*train_paths, *eval_paths]:
         if not path.is_file():
-            raise InputError(f"{path} does not exist; --data and --eval_data name JSONL files")
+            found = "is not a file" if path.exists() else "does not exist"
+            raise InputError(f"{path} {found}; --data and --eval_data name JSONL files")
     aux_layer_ids = _three(config.aux_layer_ids)
     target_config = read_target_config(target_name, config.trust_remote_code)
     resolve_aux_layer_ids(target_config.num_hidden_layers, aux_layer_ids)
@@ -113,11 +114,10 @@ def choose_device(name: str) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(name)
-        torch.empty(1, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise InputError(
-            f"--device {name} cannot be used: {str(error).splitlines()[0]}. Use auto or cpu"
-        ) from error
+        torch.zeros(1, device=device).item()  # "meta" holds no values, some others cannot even be imported
+    except (RuntimeError, AssertionError, ImportError) as error:
+        reason = str(error).splitlines()[0][:120]
+        raise InputError(f"--device {name} cannot be used here ({reason}); use auto, cpu or cuda") from error
     return device
 
 
@@ -146,9 +146,12 @@ def load_tokenizer(target_name: str, config: TrainConfig) -> PreTrainedTokenizer
     """The target's tokenizer, with --chat_template in place of its own where named."""
     try:
         tokenizer = AutoTokenizer.from_pretrained(target_name, trust_remote_code=config.trust_remote_code)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, KeyError) as error:
         reason = " ".join(str(error).split())[:300]
-        raise InputError(f"--target {target_name}: its tokenizer could not be loaded: {reason}") from error
+        raise InputError(
+            f"--target {target_name}: its tokenizer could not be loaded ({reason}); put the tokenizer files "
+            "that belong to the model beside it"
+        ) from error
     if config.chat_template is not None:
         path = Path(config.chat_template)
         if not path.is_file():

@@ -5,6 +5,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from eagle_train.files import write_atomically
+
 
 class MetricsLog:
     """Appends events to a JSON-lines file. A missing figure is null; NaN is never written."""
@@ -18,11 +20,12 @@ class MetricsLog:
             file.write(line + "\n")
 
     def drop_after(self, step: int) -> None:
-        """Forget events of steps that a resumed run will do again."""
+        """Forget events of steps that a resumed run will do again, and a line that a crash cut short."""
         if not self.path.exists():
             return
-        kept = [line for line in self.path.read_text().splitlines() if json.loads(line)["step"] <= step]
-        self.path.write_text("".join(f"{line}\n" for line in kept))
+        lines = self.path.read_text().splitlines(keepends=True)
+        kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
+        write_atomically(self.path, lambda temporary: temporary.write_text("".join(kept)))
 
 
 def format_facts(title: str, facts: Mapping[str, str]) -> str:
@@ -48,6 +51,12 @@ def format_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 def format_figure(value: float | None, digits: int = 3) -> str:
     """A figure, or a dash where there was nothing to measure."""
     return "-" if value is None else f"{value:.{digits}f}"
+
+
+def format_sources(sources: Sequence[str], limit: int = 5) -> str:
+    """The first places in data files, and how many more there are."""
+    more = f" and {len(sources) - limit} more" if len(sources) > limit else ""
+    return ", ".join(sources[:limit]) + more
 
 
 def format_validation(step: int, metrics: Mapping[str, Any], baseline: Mapping[str, float | None]) -> str:

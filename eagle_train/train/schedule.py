@@ -20,8 +20,13 @@ from eagle_train.data.samples import Sample
 def plan_epoch(lengths: Sequence[int], config: TrainConfig, epoch: int) -> Plan:
     """The micro-batches of one epoch as sample indices; each sample stands in exactly one."""
     if config.packing == "multipack":
-        return pack_best_fit(lengths, config.training_seq_len, seed=config.seed, epoch=epoch)
+        return pack_best_fit(lengths, row_capacity(lengths, config), seed=config.seed, epoch=epoch)
     return batch_shuffled(len(lengths), config.batch_size, seed=config.seed, epoch=epoch)
+
+
+def row_capacity(lengths: Sequence[int], config: TrainConfig) -> int:
+    """Tokens of a multipack row: whole buckets that hold --tokens_per_step and the longest sample."""
+    return round_up(max(config.tokens_per_row, max(lengths, default=0)), config.granularity)
 
 
 def steps_per_epoch(plan: Plan, accumulation_steps: int) -> int:
@@ -32,7 +37,7 @@ def steps_per_epoch(plan: Plan, accumulation_steps: int) -> int:
 def total_steps(samples: Sequence[Sample], config: TrainConfig) -> int:
     """--max_steps, or what --num_epochs comes to. The number of packs does not depend on the shuffle."""
     plan = plan_epoch([len(sample) for sample in samples], config, epoch=0)
-    return config.max_steps or config.num_epochs * steps_per_epoch(plan, config.accumulation_steps)
+    return config.max_steps or config.num_epochs * steps_per_epoch(plan, config.micro_batches_per_step)
 
 
 def planned_shapes(samples: Sequence[Sample], config: TrainConfig) -> Counter[str]:
@@ -56,20 +61,20 @@ def windows(
     step = 0
     for epoch in count():
         plan = plan_epoch(lengths, config, epoch)
-        num_steps = steps_per_epoch(plan, config.accumulation_steps)
+        num_steps = steps_per_epoch(plan, config.micro_batches_per_step)
         skipped = min(max(first_step - step, 0), num_steps)
         step += skipped
         loader: DataLoader[PackedBatch] = DataLoader(
             samples,  # type: ignore[arg-type]
-            batch_sampler=plan[skipped * config.accumulation_steps :],
+            batch_sampler=plan[skipped * config.micro_batches_per_step :],
             collate_fn=collator,
         )
         window: list[PackedBatch] = []
-        remaining = len(plan) - skipped * config.accumulation_steps
+        remaining = len(plan) - skipped * config.micro_batches_per_step
         for batch in loader:
             window.append(batch)
             remaining -= 1
-            if len(window) == config.accumulation_steps or remaining == 0:
+            if len(window) == config.micro_batches_per_step or remaining == 0:
                 if step >= last_step:
                     return
                 yield window
@@ -80,8 +85,10 @@ def windows(
 
 
 def data_digest(samples: Sequence[Sample]) -> str:
-    """A digest of the samples' lengths and supervision, to notice that a resumed run reads other data."""
+    """A digest of the samples' tokens and supervision, to notice that a resumed run reads other data."""
     digest = hashlib.sha256()
     digest.update(np.array([len(sample) for sample in samples], dtype=np.int64).tobytes())
-    digest.update(np.array([sample.num_supervised_rows for sample in samples], dtype=np.int64).tobytes())
+    for sample in samples:
+        digest.update(sample.input_ids.tobytes())
+        digest.update(sample.answer_remaining.tobytes())
     return digest.hexdigest()[:16]

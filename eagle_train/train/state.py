@@ -21,8 +21,8 @@ class RunState:
     """Progress of a run. step: optimizer steps done; the data order is a function of the config and the step.
 
     tokens, seconds: real tokens trained on and time in training steps; empty_steps: steps without a
-    supervised row; best_*: the validation with the longest acceptance; data_digest: of the samples' lengths,
-    to notice other data.
+    supervised row; best_*: the validation with the longest acceptance; data_digest: of the samples, to
+    notice other data.
     """
 
     step: int = 0
@@ -67,7 +67,7 @@ def load_state(directory: Path, head: nn.Module, optimizer: torch.optim.Optimize
     if not directory.exists() and old.exists():
         old.rename(directory)  # a save was interrupted between its two renames
     if not (directory / "state.json").is_file():
-        raise InputError(f"--resume: {directory} holds no saved state; start without --resume")
+        raise InputError(f"--resume: {directory} holds no saved state; start anew with --overwrite")
     try:
         head.load_state_dict(load_file(directory / "weights.safetensors"))
         moments = load_file(directory / "optimizer.safetensors")
