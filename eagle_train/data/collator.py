@@ -43,7 +43,7 @@ class BucketingCollator:
     >>> batch.num_slots, batch.num_tokens, batch.offsets
     (16, 8, (0, 5, 8, 16))
 
-    Raises InputError for a feature without `input_ids` and `loss_mask` of equal length.
+    Raises InputError for a feature without `input_ids` and a 0/1 `loss_mask` of equal length.
     """
 
     bucket_granularity: int = 1024
@@ -108,6 +108,8 @@ def as_sample(feature: Feature, position: int) -> Sample:
             f"{loss_mask.shape}; "
             "both must be one-dimensional, equally long and not empty"
         )
+    if not np.isin(loss_mask, (0, 1)).all():
+        raise InputError(f"feature {position} has a loss_mask that holds something else than 0 and 1")
     return Sample(
         input_ids=input_ids,
         answer_remaining=answer_remaining_from_spans(len(input_ids), spans_from_mask(loss_mask)),

@@ -18,14 +18,14 @@ DEFAULT_CHUNK_ROWS = 512
 class TargetLabels:
     """The target's distribution at the position after each row supervised at step 0.
 
-    draft_logits `[R0, V_d]`: its logits restricted to the draft vocabulary, in the target's dtype;
-    log_normalizer `[R0]` float32: log-sum-exp over the **full** vocabulary;
+    draft_probs `[R0, V_d]`: restricted to the draft vocabulary and renormalised, in the target's dtype;
+    inside_mass `[R0]` float32: its probability, over the **full** vocabulary, of the draft vocabulary;
     argmax `[R0]` int64: arg-max over the full vocabulary; in_draft_vocab `[R0]` bool: whether that arg-max
     can be drafted.
     """
 
-    draft_logits: Tensor
-    log_normalizer: Tensor
+    draft_probs: Tensor
+    inside_mass: Tensor
     argmax: Tensor
     in_draft_vocab: Tensor
 
@@ -50,14 +50,17 @@ def target_labels(
     chunk_rows: int = DEFAULT_CHUNK_ROWS,
 ) -> TargetLabels:
     """Restrict the target's logits once for all steps; the full-vocabulary logits live for one chunk only."""
-    restricted, log_normalizers, argmaxes = [], [], []
+    restricted_probs, inside_masses, argmaxes = [], [], []
     for hidden_CH in final_hidden_R0H.split(chunk_rows):
         logits_CV = logits_of(hidden_CH)
-        restricted.append(logits_CV[:, draft_token_ids])
-        log_normalizers.append(torch.logsumexp(logits_CV.float(), dim=-1))
+        restricted_CVd = logits_CV[:, draft_token_ids].float()
+        restricted_normalizer = torch.logsumexp(restricted_CVd, dim=-1)
+        inside_masses.append((restricted_normalizer - torch.logsumexp(logits_CV.float(), dim=-1)).exp())
+        probs_CVd = restricted_CVd.sub_(restricted_normalizer[:, None]).exp_()
+        restricted_probs.append(probs_CVd.to(logits_CV.dtype))
         argmaxes.append(logits_CV.argmax(dim=-1))
     argmax = torch.cat(argmaxes)
-    return TargetLabels(torch.cat(restricted), torch.cat(log_normalizers), argmax, t2d[argmax])
+    return TargetLabels(torch.cat(restricted_probs), torch.cat(inside_masses), argmax, t2d[argmax])
 
 
 def vocabulary_loss(
@@ -104,9 +107,9 @@ def vocabulary_loss_reference(
 ) -> tuple[Tensor, RowStatistics]:
     """`vocabulary_loss` in plain PyTorch, all rows at once (`chunk_rows` is not used)."""
     draft_logits = (normed_RH @ head_weight_VdH.to(normed_RH.dtype).T).float()
-    target_logits = labels.draft_logits[label_index_R].float()
-    cross_entropy = -(target_logits.softmax(-1) * draft_logits.log_softmax(-1)).sum(-1)
-    target_probs = (target_logits - labels.log_normalizer[label_index_R, None]).exp()
+    restricted_probs = _label_probs(labels, label_index_R)
+    cross_entropy = -(restricted_probs * draft_logits.log_softmax(-1)).sum(-1)
+    target_probs = restricted_probs * labels.inside_mass[label_index_R, None]
     acceptance = torch.minimum(target_probs, draft_logits.softmax(-1)).sum(-1)
     top1_hit = draft_token_ids[draft_logits.argmax(-1)] == labels.argmax[label_index_R]
     loss = (row_weight_R * cross_entropy).sum()
@@ -137,12 +140,12 @@ class _ChunkedVocabularyLoss(torch.autograd.Function):
             rows = slice(start, min(start + chunk_rows, num_rows))
             index = label_index_R[rows]
             draft_logits = (normed_RH[rows] @ weight.T).float()
-            cross_entropy[rows], acceptance[rows], grad_logits = _chunk_statistics(
-                draft_logits, labels.draft_logits[index].float(), labels.log_normalizer[index]
-            )
             top1_hit[rows] = draft_token_ids[draft_logits.argmax(-1)] == labels.argmax[index]
+            cross_entropy[rows], acceptance[rows], grad_logits = _chunk_statistics(
+                draft_logits, _label_probs(labels, index), labels.inside_mass[index]
+            )
             if grad_normed is not None and grad_weight is not None:
-                grad_logits = (grad_logits * row_weight_R[rows, None]).to(weight.dtype)
+                grad_logits = grad_logits.mul_(row_weight_R[rows, None]).to(weight.dtype)
                 grad_normed[rows] = grad_logits @ weight
                 grad_weight += grad_logits.T @ normed_RH[rows]
         ctx.grad_normed, ctx.grad_weight = grad_normed, grad_weight
@@ -159,17 +162,29 @@ class _ChunkedVocabularyLoss(torch.autograd.Function):
         return grad_normed.mul_(grad_loss), grad_weight.mul_(grad_loss), None, None, None, None, None, None
 
 
+def _label_probs(labels: TargetLabels, index_C: Tensor) -> Tensor:
+    """The labels' restricted distributions of chosen pairs, `[C, V_d]` float32, each summing to 1."""
+    probs_CVd = labels.draft_probs[index_C].float()
+    if labels.draft_probs.dtype != torch.float32:
+        # Rounding each entry to 8 bits moves the sum by up to a part in 500, which would bias loss and
+        # gradient.
+        probs_CVd.div_(probs_CVd.sum(dim=-1, keepdim=True))
+    return probs_CVd
+
+
 def _chunk_statistics(
-    draft_logits: Tensor, target_logits: Tensor, log_normalizer: Tensor
+    draft_logits: Tensor, restricted_probs: Tensor, inside_mass: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Cross-entropy `[C]`, acceptance `[C]` and d cross_entropy / d draft_logits `[C, V_d]`, all float32."""
-    restricted_normalizer = torch.logsumexp(target_logits, dim=-1)
-    restricted_probs = (target_logits - restricted_normalizer[:, None]).exp()
-    draft_normalizer = torch.logsumexp(draft_logits, dim=-1)
-    draft_probs = (draft_logits - draft_normalizer[:, None]).exp()
-    cross_entropy = draft_normalizer - (restricted_probs * draft_logits).sum(-1)
-    # Over the full vocabulary a restricted probability shrinks by the share of mass inside the draft
-    # vocabulary.
-    inside_share = (restricted_normalizer - log_normalizer).exp()
-    acceptance = torch.minimum(restricted_probs * inside_share[:, None], draft_probs).sum(-1)
-    return cross_entropy, acceptance, draft_probs - restricted_probs
+    """Cross-entropy `[C]`, acceptance `[C]` and d cross_entropy / d draft_logits `[C, V_d]`, all float32.
+
+    Passes over `[C, V_d]` dominate on processors with fast products, so the logits are overwritten by their
+    probabilities, with one exponential each, and these by the gradient.
+    """
+    peak = draft_logits.amax(dim=-1, keepdim=True)
+    expected_logit = torch.linalg.vecdot(restricted_probs, draft_logits)
+    draft_probs = draft_logits.sub_(peak).exp_()
+    total = draft_probs.sum(dim=-1, keepdim=True)
+    draft_probs.div_(total)
+    cross_entropy = (peak + total.log()).squeeze(-1) - expected_logit
+    acceptance = torch.minimum(restricted_probs * inside_mass[:, None], draft_probs).sum(-1)
+    return cross_entropy, acceptance, draft_probs.sub_(restricted_probs)

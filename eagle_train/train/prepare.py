@@ -251,6 +251,8 @@ def answer_token_counts(samples: list[Sample], vocab_size: int) -> tuple[np.ndar
         following = sample.input_ids[1:]
         remaining = sample.answer_remaining[:-1]
         counts += np.bincount(following[remaining >= 1], minlength=vocab_size)
+        if sample.num_cut_tokens:  # what lies at the cut closes nothing
+            following, remaining = following[:-1], remaining[:-1]
         closing += np.bincount(following[remaining == 1], minlength=vocab_size)
     return counts, np.flatnonzero(closing * 100 >= max(closing.sum(), 1)).tolist()
 

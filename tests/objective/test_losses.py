@@ -142,8 +142,10 @@ def test_labels_are_the_targets_distribution_cut_to_the_draft_vocabulary(chunk_r
 
     labels = target_labels(logits_of, hidden, ids, t2d, chunk_rows)
     logits = hidden @ weight.T
-    torch.testing.assert_close(labels.draft_logits, logits[:, ids], rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(labels.log_normalizer, logits.exp().sum(-1).log(), rtol=1e-5, atol=1e-5)
+    probs = logits.softmax(-1)
+    inside = probs[:, ids].sum(-1)
+    torch.testing.assert_close(labels.draft_probs, probs[:, ids] / inside[:, None], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(labels.inside_mass, inside, rtol=1e-5, atol=1e-6)
     assert labels.argmax.tolist() == logits.argmax(-1).tolist()
     assert labels.in_draft_vocab.tolist() == [token % 2 == 1 for token in labels.argmax.tolist()]
     assert 0 < labels.in_draft_vocab.sum() < R0
@@ -155,12 +157,12 @@ def test_labels_keep_no_tensor_of_full_vocabulary_width() -> None:
     labels = Case().labels
     kept = {field.name: getattr(labels, field.name) for field in fields(TargetLabels)}
     assert {name: tuple(tensor.shape) for name, tensor in kept.items()} == {
-        "draft_logits": (R0, V_D),
-        "log_normalizer": (R0,),
+        "draft_probs": (R0, V_D),
+        "inside_mass": (R0,),
         "argmax": (R0,),
         "in_draft_vocab": (R0,),
     }
-    stored = kept["draft_logits"].untyped_storage().nbytes()
+    stored = kept["draft_probs"].untyped_storage().nbytes()
     assert stored == R0 * V_D * 4, "no view that keeps the full logits alive"
 
 
