@@ -114,7 +114,7 @@ class TrainConfig:
         None, "draft head", "width of the draft's MLP; none: the target's"
     )
 
-    learning_rate: float | None = option(None, "optimizer", "peak; none: 1e-4 x sqrt(4096 / hidden size)")
+    learning_rate: float | None = option(None, "optimizer", "peak; none: 1e-4 x 4096 / hidden size")
     num_epochs: int = option(1, "optimizer", "passes over the training samples")
     max_steps: int | None = option(
         None, "optimizer", "stop after N optimizer steps; none: --num_epochs decides"

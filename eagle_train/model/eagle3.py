@@ -52,6 +52,12 @@ class SelfAttention(nn.Module):
         self.k_proj = Linear(2 * config.hidden_size, config.num_key_value_heads * config.head_dim)
         self.v_proj = Linear(2 * config.hidden_size, config.num_key_value_heads * config.head_dim)
         self.o_proj = Linear(config.num_attention_heads * config.head_dim, config.hidden_size)
+        # The token read at a row enters only through that row's attention to itself. With queries that start
+        # as their group's keys a row first looks at itself; with independent ones it averages over the
+        # document.
+        group = config.num_attention_heads // config.num_key_value_heads
+        keys_H_d_2H = self.k_proj.weight.detach().unflatten(0, (config.num_key_value_heads, config.head_dim))
+        self.q_proj.weight.data.copy_(keys_H_d_2H.repeat_interleave(group, dim=0).flatten(0, 1))
 
     def forward(self, x_T2H: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
         query, key, value = (
@@ -110,6 +116,26 @@ class Eagle3DraftHead(nn.Module):
         )
         self.t2d.zero_()
         self.t2d[draft_token_ids.to(self.t2d.device)] = True
+
+    @torch.no_grad()
+    def start_from_target(
+        self, lm_head_VH: Tensor, norm_weight_H: Tensor, aux_hidden_states_T3H: Tensor
+    ) -> None:
+        """Head rows and final norm of the target; `fc` as the highest aux state at unit scale, with a little
+        noise.
+
+        aux_hidden_states_T3H: an example that tells their scale. States of some targets are ten or a hundred
+        times larger than what a fresh layer adds to them, which would silence the layer; a row's median is
+        taken because the first token of a document can be larger still (Sun et al. 2024, massive
+        activations).
+        """
+        hidden_size = self.config.hidden_size
+        scale = aux_hidden_states_T3H.float().square().mean(-1).sqrt().median()
+        self.fc.weight.normal_(std=0.2 * (3 * hidden_size) ** -0.5)
+        self.fc.weight[:, 2 * hidden_size :] += torch.eye(hidden_size, device=self.fc.weight.device)
+        self.fc.weight.div_(scale)
+        self.lm_head.weight.copy_(lm_head_VH[self.draft_token_ids.to(lm_head_VH.device)])
+        self.norm.weight.copy_(norm_weight_H)
 
     @property
     def draft_token_ids(self) -> Tensor:

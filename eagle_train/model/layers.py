@@ -9,12 +9,14 @@ from torch import Tensor, nn
 
 
 class Linear(nn.Module):
-    """y = x W^T without bias, in the dtype of x."""
+    """y = x W^T without bias, in the dtype of x. Starts with variance 1 / in_features, which keeps unit
+    scale.
+    """
 
     def __init__(self, in_features: int, out_features: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(out_features, in_features))
-        nn.init.normal_(self.weight, std=0.02)
+        nn.init.normal_(self.weight, std=in_features**-0.5)
 
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight.to(x.dtype))

@@ -13,6 +13,7 @@ import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from eagle_train.config import TrainConfig
+from eagle_train.data.collator import BucketingCollator
 from eagle_train.data.loading import DataReport, load_samples
 from eagle_train.data.samples import Sample, truncate
 from eagle_train.errors import InputError
@@ -232,12 +233,11 @@ def make_draft_head(
     always = {*tokenizer.all_special_ids, *closing_tokens}
     ids, coverage = choose_draft_vocabulary(counts, config.draft_vocab_size, always)
     torch.manual_seed(config.seed)
-    head = Eagle3DraftHead(draft_config(target, len(ids), config.draft_intermediate_size))
+    head = Eagle3DraftHead(draft_config(target, len(ids), config.draft_intermediate_size)).to(target.device)
     head.set_vocabulary(ids)
-    with torch.no_grad():
-        head.lm_head.weight.copy_(target.lm_head.weight[ids.to(target.device)])
-        head.norm.weight.copy_(target.final_norm_weight())
-    return head.to(target.device), coverage
+    example = target.features(BucketingCollator(1)(samples[:1]).to(target.device))
+    head.start_from_target(target.lm_head.weight, target.final_norm_weight(), example.aux_hidden_states)
+    return head, coverage
 
 
 def answer_token_counts(samples: list[Sample], vocab_size: int) -> tuple[np.ndarray, list[int]]:
