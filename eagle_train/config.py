@@ -67,11 +67,9 @@ class TrainConfig:
     eval_fraction: float = option(
         0.05, "data", "share of the samples held out where no --eval_data is named, 0..1"
     )
-    max_samples: int | None = option(
-        None, "data", "use only the first N training samples; none: all (samples)"
-    )
+    max_samples: int | None = option(None, "data", "read only the first N training conversations; none: all")
     max_eval_samples: int | None = option(
-        None, "data", "use only the first N held-out samples; none: all (samples)"
+        None, "data", "read only the first N held-out conversations; none: all"
     )
     train_on: str = option("all", "data", "which assistant turns are supervised", ("all", "last"))
     role_map: tuple[str, ...] = option((), "data", "name=role pairs for unknown role names in the data")

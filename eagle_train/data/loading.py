@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -58,12 +59,14 @@ def load_samples(
     template_options: Mapping[str, Any] | None = None,
     role_map: Mapping[str, str] | None = None,
     on_bad_row: OnBadRow = "error",
+    max_rows: int | None = None,
     progress: bool = True,
 ) -> tuple[list[Sample], DataReport]:
     """Read and tokenise data files; samples are in file order and not yet cut to a length.
 
     vocab_size: the target's number of token ids; on_bad_row: raise at the first faulty row, or count it and
-    go on; progress: show a bar on stderr. Samples without supervision are kept and counted.
+    go on; max_rows: read no more than that; progress: show a bar on stderr. Samples without supervision are
+    kept and counted.
     Raises InputError for a faulty row, a file that is missing, empty or without a supervised token, and a
     tokenizer that is slow or has no chat template (unless all rows are pre-tokenised).
     """
@@ -72,10 +75,16 @@ def load_samples(
         raise InputError("no data file; name at least one with --data")
     results: list[TokenizedConversation | InputError] = []
     chat: Chat | None = None
-    with tqdm(total=count_rows(paths), desc="tokenise", unit=" rows", disable=not progress) as bar:
+    num_rows = count_rows(paths)
+    if max_rows is not None:
+        num_rows = min(num_rows, max_rows)
+    with tqdm(total=num_rows, desc="tokenise", unit=" rows", disable=not progress) as bar:
         for path in paths:
             num_earlier = len(results)
-            for row in read_rows([path], role_map=role_map):
+            left = None if max_rows is None else max_rows - num_earlier
+            if left == 0:
+                break
+            for row in islice(read_rows([path], role_map=role_map), left):
                 if chat is None and isinstance(row, Conversation) and row.input_ids is None:
                     chat = open_chat(tokenizer, template_options or {})
                 result = _tokenize_row(row, chat, train_on, vocab_size)

@@ -99,10 +99,21 @@ def read_draft_config(directory: Path) -> Eagle3Config:
         vocab_size=values["vocab_size"],
         draft_vocab_size=values.get("draft_vocab_size") or values["vocab_size"],
         rms_norm_eps=values["rms_norm_eps"],
-        rope_theta=float(values.get("rope_theta") or 10_000.0),
+        rope_theta=_rope_theta(values, path),
         max_position_embeddings=values.get("max_position_embeddings", 2048),
         aux_layer_ids=_aux_layer_ids(values),
     )
+
+
+def _rope_theta(values: dict[str, Any], path: Path) -> float:
+    """The rotary base, from either config schema. Raises InputError for a scaled rotary embedding."""
+    parameters = values.get("rope_parameters") or values.get("rope_scaling") or {}
+    kind = parameters.get("rope_type") or parameters.get("type") or "default"
+    if kind != "default":
+        raise InputError(
+            f"{path}: rotary scaling of type {kind!r} is not supported; only an unscaled base is"
+        )
+    return float(parameters.get("rope_theta") or values.get("rope_theta") or 10_000.0)
 
 
 def _aux_layer_ids(values: dict[str, Any]) -> tuple[int, int, int] | None:

@@ -55,7 +55,8 @@ def evaluate(
     """
     totals = AcceptanceTotals(ttt_steps, walk_lengths(ttt_steps))
     step_weight_K = torch.zeros(ttt_steps, device=target.device)
-    packs = pack_best_fit([len(sample) for sample in samples], training_seq_len, seed=0, epoch=0)
+    lengths = [len(sample) for sample in samples]
+    packs = pack_best_fit(lengths, max([training_seq_len, *lengths]), seed=0, epoch=0)
     loader: DataLoader[PackedBatch] = DataLoader(
         samples,  # type: ignore[arg-type]
         batch_sampler=packs,

@@ -61,14 +61,15 @@ def train(config: TrainConfig) -> Path:
             pending += train_step(run, window)
             run.state.seconds += time.perf_counter() - started
             bar.update()
-            if run.state.step % config.log_every == 0 or run.state.step == run.num_steps:
+            validation_due = is_due(run, config.eval_every or max(run.num_steps // 5, 1))
+            save_due = is_due(run, config.save_every) if config.save_every else validation_due
+            # Logged before each save too, so that a resumed run's figures cover the same steps.
+            if is_due(run, config.log_every) or save_due:
                 log_training(run, pending, bar)
                 pending = []
-            if is_due(run.state.step, config.eval_every or max(run.num_steps // 5, 1), run.num_steps):
+            if validation_due:
                 validate(run)
-                if config.save_every is None:
-                    save(run)
-            if config.save_every and is_due(run.state.step, config.save_every, run.num_steps):
+            if save_due:
                 save(run)
     print(summary(run.state, run.output_dir, config))
     run.log.write("end", run.state.step, {"best_step": run.state.best_step, "seconds": run.state.seconds})
@@ -82,7 +83,7 @@ def start(config: TrainConfig) -> Run:
     prepared = prepare(config)
     learning_rate = peak_learning_rate(config, prepared.head.config.hidden_size)
     optimizer = make_optimizer(prepared.head, config, learning_rate)
-    digest = data_digest(prepared.train_samples)
+    digest = data_digest([*prepared.train_samples, *prepared.heldout_samples])
     state = RunState(data_digest=digest)
     output_dir = Path(config.output_dir)
     log = MetricsLog(output_dir / "metrics.jsonl")
@@ -90,7 +91,7 @@ def start(config: TrainConfig) -> Run:
         state = load_state(output_dir / "state", prepared.head, optimizer)
         if state.data_digest != digest:
             raise InputError(
-                f"--resume: the training data differs from that of {output_dir}; restore it or start anew"
+                f"--resume: the data differ from those of {output_dir}; restore them or start anew"
             )
         log.drop_after(state.step)
     claim_output_dir(config)
@@ -233,8 +234,9 @@ def save(run: Run) -> None:
     save_state(run.output_dir / "state", run.state, run.prepared.head, run.optimizer)
 
 
-def is_due(step: int, every: int, num_steps: int) -> bool:
-    return step % every == 0 or step == num_steps
+def is_due(run: Run, every: int) -> bool:
+    """Every so many steps, and at the end."""
+    return run.state.step % every == 0 or run.state.step == run.num_steps
 
 
 def bigram_baseline(prepared: Prepared, ttt_steps: int) -> dict[str, float | None]:

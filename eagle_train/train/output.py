@@ -109,7 +109,7 @@ def header(prepared: Prepared, config: TrainConfig, num_steps: int, learning_rat
         f"mean length {sum(lengths) / len(lengths):.0f}{_describe(prepared.train_report)}",
         "held-out data": heldout,
         "batches": _describe_batches(prepared, config),
-        "optimizer": f"{num_steps:,} steps of {config.micro_batches_per_step} micro-batch(es), AdamW, "
+        "optimizer": f"{num_steps:,} steps, micro-batches a step: {config.micro_batches_per_step}, AdamW, "
         f"peak learning rate {learning_rate:.2g}",
         "output": config.output_dir,
     }
@@ -123,7 +123,7 @@ def _describe_batches(prepared: Prepared, config: TrainConfig) -> str:
     shapes = planned_shapes(prepared.train_samples, config).most_common()
     shown = ", ".join(f"{shape} (x{times})" for shape, times in shapes[:6])
     more = f" and {len(shapes) - 6} more" if len(shapes) > 6 else ""
-    form = f"{config.packing}, {len(plan):,} micro-batches an epoch, {len(shapes)} shapes: {shown}{more}"
+    form = f"{config.packing}, {len(plan):,} micro-batches an epoch, shapes: {shown}{more}"
     flat = config.packing == "multipack" or config.padding_free
     return form + (f", fill {fill(lengths, plan, config.granularity):.1%}" if flat else "")
 

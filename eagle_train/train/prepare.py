@@ -80,14 +80,16 @@ def prepare(config: TrainConfig) -> Prepared:
     resolve_aux_layer_ids(target_config.num_hidden_layers, aux_layer_ids)
     device = choose_device(config.device)
     tokenizer = load_tokenizer(target_name, config)
-    train_samples, train_report = _load_split(train_paths, tokenizer, target_config, config)
+    train_samples, train_report = _load_split(
+        train_paths, tokenizer, target_config, config, config.max_samples
+    )
     heldout_report = None
     if eval_paths:
-        heldout_samples, heldout_report = _load_split(eval_paths, tokenizer, target_config, config)
+        heldout_samples, heldout_report = _load_split(
+            eval_paths, tokenizer, target_config, config, config.max_eval_samples
+        )
     else:
         train_samples, heldout_samples = split_off(train_samples, config.eval_fraction, config.seed)
-    train_samples = train_samples[: config.max_samples]
-    heldout_samples = heldout_samples[: config.max_eval_samples]
     target = load_target(
         target_name,
         dtype=choose_dtype(config.dtype, device),
@@ -162,7 +164,11 @@ def load_tokenizer(target_name: str, config: TrainConfig) -> PreTrainedTokenizer
 
 
 def _load_split(
-    paths: list[Path], tokenizer: PreTrainedTokenizerBase, target_config: Any, config: TrainConfig
+    paths: list[Path],
+    tokenizer: PreTrainedTokenizerBase,
+    target_config: Any,
+    config: TrainConfig,
+    max_rows: int | None,
 ) -> tuple[list[Sample], SplitReport]:
     samples, data_report = load_samples(
         paths,
@@ -172,14 +178,15 @@ def _load_split(
         template_options=config.parsed_template_options(),
         role_map=config.parsed_role_map(),
         on_bad_row="skip" if config.on_bad_row == "skip" else "error",
+        max_rows=max_rows,
     )
     limit = min(config.training_seq_len, target_config.max_position_embeddings)
     kept, length_report = fit_length(samples, limit, config.overlong)
     if not kept:
         raise InputError(
             f"{', '.join(map(str, paths))}: none of {len(samples)} samples has a supervised row "
-            f"within {limit} tokens "
-            f"(the shortest has {min(map(len, samples))}); raise --training_seq_len, or check the data"
+            f"within {limit} tokens (the shortest has {min(map(len, samples))}); raise "
+            "--training_seq_len, or check the data"
         )
     return kept, SplitReport(data_report, length_report)
 

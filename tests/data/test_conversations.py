@@ -354,3 +354,19 @@ def test_a_lone_surrogate_in_a_call_is_found(tmp_path: Path) -> None:
         InputError, match=r"surrogate.*of messages\[0\]\.tool_calls\[0\]\.function\.arguments\.city"
     ):
         read(tmp_path, row)
+
+
+def test_no_more_rows_are_read_than_asked_for(tmp_path: Path) -> None:
+    rows = [
+        json.dumps({"messages": turns("yes", "no")}),
+        json.dumps({"messages": turns("one", "two")}),
+        "broken",
+    ]
+    first, second = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
+    first.write_text("\n".join(rows))
+    second.write_text("broken too")
+    samples, report = load_samples(
+        [first, second], make_tokenizer(OWN), vocab_size=400, max_rows=2, progress=False
+    )
+    assert [sample.source for sample in samples] == [f"{first}:1", f"{first}:2"]
+    assert report.rows_read == 2

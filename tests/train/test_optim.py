@@ -26,7 +26,7 @@ def test_the_options_arrive_and_decay_is_for_matrices_only() -> None:
 
 def test_the_peak_is_the_field_s_at_a_width_of_4096_and_higher_below() -> None:
     assert peak_learning_rate(TrainConfig(), 4096) == pytest.approx(1e-4)
-    assert peak_learning_rate(TrainConfig(), 1024) == pytest.approx(2e-4)
+    assert peak_learning_rate(TrainConfig(), 1024) == pytest.approx(4e-4)
     assert peak_learning_rate(TrainConfig(learning_rate=3e-4), 1024) == 3e-4
 
 
