@@ -6,7 +6,7 @@ and 5 tokens:
 
     slot               0 1 2 3 4 5 | 6 7 8 9 10 | 11 12 13 14 15
     document           A A A A A A | B B B B B  | padding
-    position_ids       0 1 2 3 4 5 | 0 1 2 3 4  | 0  1  2  3  4
+    position_ids       0 1 2 3 4 5 | 0 1 2 3 4  | 0  0  0  0  0
     answer_remaining   0 3 2 1 0 0 | 3 2 1 0 0  | 0  0  0  0  0
     cu_seqlens         0             6            11               16
 
@@ -24,7 +24,7 @@ from torch import Tensor
 class PackedBatch:
     """One micro-batch of one rank, built on the CPU.
 
-    input_ids int64 `[T]`; position_ids int64 `[T]`, restarting with each document;
+    input_ids int64 `[T]`; position_ids int64 `[T]`, restarting with each document, 0 on padding;
     answer_remaining int32 `[T]`: the assistant tokens from t+1 on within that turn (see data/samples.py);
     cu_seqlens int32 `[S+1]` and offsets (the same on the host): the documents tile [0, T);
     max_seqlen: the longest document in tokens; num_tokens: slots that hold real tokens;

@@ -20,7 +20,7 @@ COUNTS = (
     "bucket_granularity",
     "batch_size",
     "accumulation_steps",
-    "tokens_per_step",
+    "tokens_per_row",
     "ttt_steps",
     "num_epochs",
     "max_steps",
@@ -44,9 +44,7 @@ def option(default: Any, group: str, text: str, choices: tuple[str, ...] | None 
 class TrainConfig:
     """Options of `python -m eagle_train train`. None means "derived", and the help text says from what."""
 
-    target: str | None = option(
-        None, "target", "Hugging Face id or directory of the frozen target; none: the demo"
-    )
+    target: str | None = option(None, "target", "Hugging Face id or directory of the frozen target, or demo")
     dtype: str = option(
         "auto",
         "target",
@@ -83,9 +81,7 @@ class TrainConfig:
         ("truncate", "drop", "error"),
     )
 
-    training_seq_len: int = option(
-        4096, "batches", "capacity of a packed row, and the longest document (tokens)"
-    )
+    training_seq_len: int = option(4096, "batches", "longest document, and capacity of a packed row (tokens)")
     bucket_granularity: int | None = option(
         None, "batches", "batch lengths are multiples of this; none: min(1024, training_seq_len) (tokens)"
     )
@@ -97,8 +93,8 @@ class TrainConfig:
     )
     batch_size: int = option(8, "batches", "with --packing none: samples per micro-batch")
     accumulation_steps: int = option(1, "batches", "micro-batches per optimizer step")
-    tokens_per_step: int | None = option(
-        None, "batches", "with multipack, sets row capacity and accumulation; none: one full row (tokens)"
+    tokens_per_row: int | None = option(
+        None, "batches", "with multipack: fill rows only so far; none: --training_seq_len (tokens)"
     )
 
     ttt_steps: int = option(7, "draft head", "K, length of the training-time-test unroll (steps)")
@@ -114,9 +110,7 @@ class TrainConfig:
 
     learning_rate: float | None = option(None, "optimizer", "peak; none: 1e-4 x 4096 / hidden size")
     num_epochs: int = option(1, "optimizer", "passes over the training samples")
-    max_steps: int | None = option(
-        None, "optimizer", "stop after N optimizer steps; none: --num_epochs decides"
-    )
+    max_steps: int | None = option(None, "optimizer", "N optimizer steps instead of --num_epochs")
     warmup_ratio: float = option(0.03, "optimizer", "share of the steps with rising learning rate, 0..1")
     min_lr_ratio: float = option(0.1, "optimizer", "final learning rate as a share of the peak, 0..1")
     weight_decay: float = option(0.0, "optimizer", "AdamW's decay of matrices")
@@ -141,20 +135,6 @@ class TrainConfig:
         """--bucket_granularity, or its default min(1024, training_seq_len), in tokens."""
         return self.bucket_granularity or min(1024, self.training_seq_len)
 
-    @property
-    def micro_batches_per_step(self) -> int:
-        """Micro-batches that one optimizer step accumulates."""
-        if self.tokens_per_step is None:
-            return self.accumulation_steps
-        return -(-self.tokens_per_step // self.training_seq_len)
-
-    @property
-    def tokens_per_row(self) -> int:
-        """Up to how many tokens multipack fills a row; the longest sample may need more."""
-        if self.tokens_per_step is None:
-            return self.training_seq_len
-        return -(-self.tokens_per_step // self.micro_batches_per_step)
-
     def __post_init__(self) -> None:
         for name in COUNTS:
             value = getattr(self, name)
@@ -170,9 +150,10 @@ class TrainConfig:
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
                 raise InputError(f"--{name} is {value}; it must be a finite number above 0")
-        for name in ("weight_decay", "seed"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise InputError(f"--{name} is {getattr(self, name)}; it must be a finite number from 0 up")
+        if not 0 <= self.weight_decay < math.inf:
+            raise InputError(f"--weight_decay is {self.weight_decay}; it must be a finite number from 0 up")
+        if not 0 <= self.seed < 2**63:
+            raise InputError(f"--seed is {self.seed}; it must lie between 0 and 2^63 - 1")
         if self.training_seq_len % self.granularity:
             below = self.training_seq_len // self.granularity * self.granularity
             nearest = f"{below} or {below + self.granularity}" if below else str(self.granularity)
@@ -180,10 +161,10 @@ class TrainConfig:
                 f"--training_seq_len {self.training_seq_len} is not a multiple of --bucket_granularity "
                 f"{self.granularity}; use {nearest}, or a granularity that divides it"
             )
-        if self.tokens_per_step is not None and (self.accumulation_steps != 1 or self.packing != "multipack"):
+        if self.tokens_per_row is not None and self.tokens_per_row > self.training_seq_len:
             raise InputError(
-                f"--tokens_per_step {self.tokens_per_step} is for --packing multipack without "
-                "--accumulation_steps, which it sets itself; drop one of them"
+                f"--tokens_per_row is {self.tokens_per_row}; it must be at most --training_seq_len "
+                f"{self.training_seq_len}"
             )
         if self.resume and self.overwrite:
             raise InputError("--resume and --overwrite exclude each other; drop one")
@@ -191,7 +172,7 @@ class TrainConfig:
             raise InputError("--data is named without --target; name the model that these answers come from")
         if self.eval_data and not self.data:
             raise InputError("--eval_data is named without --data; name the files to train on as well")
-        if self.target is not None and not self.data:
+        if self.target not in (None, "demo") and not self.data:
             raise InputError("--target is named without --data; name one or more JSONL files")
         self.parsed_template_options()
         self.parsed_role_map()

@@ -136,7 +136,8 @@ def _parser(cls: type[Config], command: str, description: str) -> argparse.Argum
         if base is bool:
             extra |= {"type": _parse_bool, "nargs": "?", "const": True}
         else:
-            extra |= {"type": base} | ({"nargs": "+"} if many else {})
+            # A repeated list flag adds to the list: replacing would lose files without a word.
+            extra |= {"type": base} | ({"nargs": "+", "action": "extend"} if many else {})
         shown = "" if default in (None, "") else f" [{default}]"
         groups[name].add_argument(f"--{f.name}", help=f.metadata["help"].replace("%", "%%") + shown, **extra)
     return parser

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from demo_texts import HELDOUT_FAMILIES, TRAIN_FAMILIES, Draft, draft_conversation
+from demo_texts import FAMILIES, HELDOUT_FAMILIES, TRAIN_FAMILIES, Draft, draft_conversation
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from tqdm import tqdm
 from transformers import (
@@ -179,7 +179,7 @@ def training_batches(
     tokenizer: PreTrainedTokenizerFast, seed: int, batch_tokens: int = 1024
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Endless right-padded ids and answer masks; similar lengths share a batch, batches come shuffled."""
-    rng, families = random.Random(f"target {seed}"), {**TRAIN_FAMILIES, **HELDOUT_FAMILIES}
+    rng, families = random.Random(f"target {seed}"), FAMILIES
     for pool_index in itertools.count():
         drafts = [draft_conversation(rng, families, MULTI_TURN_SHARE, SYSTEM_SHARE) for _ in range(1024)]
         num_echoes = 0 if pool_index < FIRST_ECHO_POOL else 1024 if pool_index < FEW_ECHOES_POOL else 256
@@ -472,7 +472,7 @@ def build_assets(args: argparse.Namespace, target_dir: Path, report: dict[str, A
 
 def grammar_digest(seed: int) -> str:
     """Names the kept stages: another grammar or seed gives other texts and must not meet old stages."""
-    rng, families = random.Random(f"digest {seed}"), {**TRAIN_FAMILIES, **HELDOUT_FAMILIES}
+    rng, families = random.Random(f"digest {seed}"), FAMILIES
     drafts = [draft_conversation(rng, families, MULTI_TURN_SHARE, SYSTEM_SHARE) for _ in range(500)]
     return hashlib.sha256(repr(drafts).encode()).hexdigest()[:8]
 
@@ -514,7 +514,7 @@ def main() -> None:
     args.work_dir.mkdir(exist_ok=True)
     notes = args.work_dir / "training.json"
     if not notes.exists():
-        rng, families = random.Random(f"tokenizer {args.seed}"), {**TRAIN_FAMILIES, **HELDOUT_FAMILIES}
+        rng, families = random.Random(f"tokenizer {args.seed}"), FAMILIES
         drafts = [draft_conversation(rng, families, MULTI_TURN_SHARE, SYSTEM_SHARE) for _ in range(6000)]
         tokenizer = train_tokenizer(text for draft in drafts for text in draft.prompts + draft.answers)
         model, state = train_target(tokenizer, args.seed, args.target_steps)

@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+# Tiny tensors: a second thread only waits, and on a busy machine it waits long.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a test that reaches for a hub is a broken test
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"

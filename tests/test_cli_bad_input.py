@@ -78,7 +78,7 @@ FLAG_FAULTS = {
     "an infinite learning rate": ("--learning_rate inf", ("--learning_rate is inf", "finite")),
     "a learning rate that is no number": ("--learning_rate nan", ("--learning_rate is nan", "finite")),
     "a moment decay above one": ("--adam_beta1 2", ("--adam_beta1 is 2.0", "below 1")),
-    "a negative seed": ("--seed -1", ("--seed is -1", "from 0 up")),
+    "a negative seed": ("--seed -1", ("--seed is -1", "between 0 and")),
     "a negative weight decay": ("--weight_decay -1", ("--weight_decay is -1.0", "from 0 up")),
     "a template option without value": ("--template_options thinking", ("'thinking'", "name=value")),
     "a template option that is no YAML": ("--template_options a=[", ("--template_options a=[", "not YAML")),

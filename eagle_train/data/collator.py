@@ -69,18 +69,21 @@ class BucketingCollator:
     def _lay_out(self, samples: list[Sample], starts: list[int], num_rows: int, row_len: int) -> PackedBatch:
         num_slots = num_rows * row_len
         input_ids = np.full(num_slots, self.pad_token_id, dtype=np.int64)
+        # Zero on padding: its length may exceed the positions that a target knows.
+        position_ids = np.zeros(num_slots, dtype=np.int64)
         answer_remaining = np.zeros(num_slots, dtype=np.int32)
         borders = {0, num_slots, *starts}
         for sample, start in zip(samples, starts, strict=True):
             stop = start + len(sample)
             input_ids[start:stop] = sample.input_ids
+            position_ids[start:stop] = np.arange(len(sample))
             answer_remaining[start:stop] = sample.answer_remaining
             borders.add(stop)
         offsets = np.array(sorted(borders), dtype=np.int32)
         document_lens = np.diff(offsets)
         return PackedBatch(
             input_ids=torch.from_numpy(input_ids),
-            position_ids=torch.from_numpy(np.arange(num_slots) - np.repeat(offsets[:-1], document_lens)),
+            position_ids=torch.from_numpy(position_ids),
             answer_remaining=torch.from_numpy(answer_remaining),
             cu_seqlens=torch.from_numpy(offsets),
             offsets=tuple(int(offset) for offset in offsets),
@@ -100,18 +103,19 @@ def as_sample(feature: Feature, position: int) -> Sample:
             f"feature {position} has the keys {sorted(feature)}; a row needs `input_ids` and `loss_mask`, "
             "or use eagle_train.load_samples to make them from conversations"
         )
-    input_ids = np.asarray(feature["input_ids"], dtype=np.int32)
+    input_ids = np.asarray(feature["input_ids"])
     loss_mask = np.asarray(feature["loss_mask"])
     if input_ids.ndim != 1 or input_ids.shape != loss_mask.shape or len(input_ids) == 0:
         raise InputError(
             f"feature {position} has input_ids of shape {input_ids.shape} and loss_mask of shape "
-            f"{loss_mask.shape}; "
-            "both must be one-dimensional, equally long and not empty"
+            f"{loss_mask.shape}; both must be one-dimensional, equally long and not empty"
         )
+    if input_ids.dtype.kind not in "iu" or input_ids.min() < 0 or input_ids.max() >= 2**31:
+        raise InputError(f"feature {position} has input_ids that are no whole numbers from 0 to 2^31 - 1")
     if not np.isin(loss_mask, (0, 1)).all():
         raise InputError(f"feature {position} has a loss_mask that holds something else than 0 and 1")
     return Sample(
-        input_ids=input_ids,
+        input_ids=input_ids.astype(np.int32),
         answer_remaining=answer_remaining_from_spans(len(input_ids), spans_from_mask(loss_mask)),
         source=str(feature.get("source", f"row {position}")),
     )

@@ -135,7 +135,9 @@ def _check_supervised(path: str | Path, results: Sequence[TokenizedConversation 
         reason = first.notes[0].message
     else:
         reason = f"{first.samples[0].source}: no token is supervised"
-    raise InputError(f"{reason}; nor can any other row of {path} be trained on: give it answers with text")
+    raise InputError(
+        f"{reason}; nor can any other row that was read of {path} be trained on: give it answers with text"
+    )
 
 
 def _sum_up(results: Sequence[TokenizedConversation | InputError]) -> DataReport:

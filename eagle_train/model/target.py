@@ -192,6 +192,29 @@ def resolve_aux_layer_ids(
     return aux_layer_ids
 
 
+def check_rope(config: Any, training_seq_len: int) -> None:
+    """Refuse rotary embeddings that depend on how long the row is: on a packed row documents would change
+    each other.
+
+    Within their original length they are ordinary ones.
+    """
+    parameters = _rope_parameters(config)
+    kind = parameters.get("rope_type", "default")
+    if kind not in ("longrope", "dynamic"):
+        return
+    original = (
+        parameters.get("original_max_position_embeddings")
+        or getattr(config, "original_max_position_embeddings", None)
+        or config.max_position_embeddings
+    )
+    if training_seq_len > original:
+        raise InputError(
+            f"--training_seq_len is {training_seq_len}, but beyond {original} tokens this target's rotary "
+            f"embedding ({kind}) changes with the row's length, so packed documents would differ from "
+            f"separate ones; use at most {original}"
+        )
+
+
 def draft_config(
     target: FrozenTarget, draft_vocab_size: int, intermediate_size: int | None = None
 ) -> Eagle3Config:
@@ -213,7 +236,7 @@ def draft_config(
         draft_vocab_size=draft_vocab_size,
         rms_norm_eps=getattr(config, "rms_norm_eps", None) or 1e-6,
         rope_theta=_rope_theta(config),
-        max_position_embeddings=config.max_position_embeddings,
+        max_position_embeddings=getattr(config, "max_position_embeddings", 2048),
         aux_layer_ids=target.aux_layer_ids,
     )
 
@@ -276,9 +299,14 @@ def _capture_into(captured: dict[int, Tensor], layer_id: int) -> Any:
     return hook
 
 
-def _rope_theta(config: Any) -> float:
-    """The rotary base; families with several rotary embeddings keep one dict a layer type (Gemma 3)."""
+def _rope_parameters(config: Any) -> dict[str, Any]:
+    """Rotary parameters; families with several rotary embeddings keep one dict a layer type (Gemma 3)."""
     parameters = getattr(config, "rope_parameters", None) or {}
-    parameters = parameters.get("full_attention", parameters)
+    return parameters.get("full_attention", parameters)
+
+
+def _rope_theta(config: Any) -> float:
+    """The rotary base."""
+    parameters = _rope_parameters(config)
     theta = parameters.get("rope_theta") or getattr(config, "rope_theta", None)
     return float(theta or 10_000.0)

@@ -211,6 +211,5 @@ def _attend_block(query: Tensor, key: Tensor, value: Tensor, visible: Tensor, fo
 
 def _refusal(who: str, what: str) -> InputError:
     return InputError(
-        f"{who} uses {what}, which the document-isolating attention does not compute: "
-        "train it unpacked (--packing none, no --padding_free) with --attn_implementation sdpa"
+        f"{who} uses {what}, which the document-isolating attention does not compute: use another --target"
     )

@@ -45,7 +45,6 @@ def evaluate(
     ttt_steps: int,
     training_seq_len: int,
     bucket_granularity: int,
-    padding_free: bool = True,
     step_decay: float = STEP_DECAY,
     progress: bool = True,
 ) -> dict[str, Any]:
@@ -60,7 +59,7 @@ def evaluate(
     loader: DataLoader[PackedBatch] = DataLoader(
         samples,  # type: ignore[arg-type]
         batch_sampler=packs,
-        collate_fn=BucketingCollator(bucket_granularity, padding_free),
+        collate_fn=BucketingCollator(bucket_granularity),
     )
     for batch in tqdm(loader, desc="validation", unit="batch", leave=False, disable=not progress):
         sums = micro_batch_sums(head, target, batch, step_weight_K)

@@ -18,7 +18,15 @@ from eagle_train.objective.bigram import bigram_walk, fit_bigram
 from eagle_train.objective.unroll import UnrolledSums
 from eagle_train.train.evaluate import evaluate, micro_batch_sums, walk_lengths
 from eagle_train.train.optim import learning_rate_factor, make_optimizer, peak_learning_rate
-from eagle_train.train.output import check_output_dir, claim_output_dir, header, report_values, summary
+from eagle_train.train.output import (
+    check_output_dir,
+    claim_output_dir,
+    header,
+    report_values,
+    resolved,
+    summary,
+    with_saved_choices,
+)
 from eagle_train.train.prepare import Prepared, prepare
 from eagle_train.train.report import MetricsLog, format_sources, format_validation
 from eagle_train.train.schedule import data_digest, total_steps, windows
@@ -46,7 +54,8 @@ def train(config: TrainConfig) -> Path:
     Raises InputError for anything that the user can mend.
     """
     check_output_dir(config)
-    run = start(config)
+    run = start(with_saved_choices(config))
+    config = run.config
     print(header(run.prepared, config, run.num_steps, run.learning_rate))
     run.log.write("start", run.state.step, report_values(run.prepared))
     if not config.resume:
@@ -67,11 +76,12 @@ def train(config: TrainConfig) -> Path:
             if is_due(run, config.log_every) or save_due:
                 log_training(run, pending, bar)
                 pending = []
+            if save_due:
+                save(run)  # before the validation, which may stop the run, and again with what it found
             if validation_due:
                 validate(run)
-            if save_due:
                 save(run)
-    print(summary(run.state, run.output_dir, config))
+    print(summary(run.state, run.baseline, run.output_dir, config))
     run.log.write("end", run.state.step, {"best_step": run.state.best_step, "seconds": run.state.seconds})
     return run.output_dir
 
@@ -94,6 +104,7 @@ def start(config: TrainConfig) -> Run:
                 f"--resume: the data differ from those of {output_dir}; restore them or start anew"
             )
         log.drop_after(state.step)
+    config = resolved(config, prepared, learning_rate)
     claim_output_dir(config)
     return Run(
         config=config,
@@ -218,6 +229,8 @@ def validate(run: Run) -> None:
             else ""
         )
     length = metrics["acceptance_length"][str(config.ttt_steps)]
+    if state.step == 0:
+        state.first_acceptance_length = length
     if length is not None and (state.best_acceptance_length is None or length > state.best_acceptance_length):
         state.best_step, state.best_acceptance_length = state.step, length
         keep_head(run)

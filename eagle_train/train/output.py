@@ -1,6 +1,7 @@
 """The output directory, and the texts around a run: header before it, summary behind it."""
 
 import shutil
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import yaml
 from eagle_train.config import TrainConfig
 from eagle_train.data.packing import fill
 from eagle_train.errors import InputError
-from eagle_train.train.prepare import Prepared, SplitReport
+from eagle_train.train.prepare import DEMO, DEMO_NAME, Prepared, SplitReport
 from eagle_train.train.report import format_facts, format_figure
 from eagle_train.train.schedule import plan_epoch, planned_shapes
 from eagle_train.train.state import RunState
@@ -51,6 +52,31 @@ def check_output_dir(config: TrainConfig) -> None:
         _check_same_options(config, path / RUN_CONFIG)
 
 
+def with_saved_choices(config: TrainConfig) -> TrainConfig:
+    """Under --resume, what the first start derived or timed (dtype, learning rate, ...) is taken over, not
+    redone.
+    """
+    if not config.resume:
+        return config
+    saved = yaml.safe_load((Path(config.output_dir) / RUN_CONFIG).read_text())
+    derived = {key: value for key, value in config.to_dict().items() if value in (None, "auto")}
+    return replace(config, **{key: saved[key] for key in derived if saved.get(key) is not None})
+
+
+def resolved(config: TrainConfig, prepared: Prepared, learning_rate: float) -> TrainConfig:
+    """The config with everything in it that was derived, chosen or timed."""
+    target = prepared.target
+    return replace(
+        config,
+        dtype=str(target.dtype).removeprefix("torch."),
+        device=str(target.device),
+        bucket_granularity=config.granularity,
+        draft_vocab_size=prepared.head.config.draft_vocab_size,
+        draft_intermediate_size=prepared.head.config.intermediate_size,
+        learning_rate=learning_rate,
+    )
+
+
 def claim_output_dir(config: TrainConfig) -> None:
     """Make --output_dir and note the options in it. The files of an earlier run go, unless --resume, and no
     others: data or notes beside them stay.
@@ -77,7 +103,7 @@ def _check_same_options(config: TrainConfig, path: Path) -> None:
     changed = [
         f"--{key} {saved.get(key)} -> {value}"
         for key, value in config.to_dict().items()
-        if key not in FREE_ON_RESUME and saved.get(key) != value
+        if key not in FREE_ON_RESUME and value not in (None, "auto") and saved.get(key) != value
     ]
     if changed:
         raise InputError(
@@ -107,9 +133,10 @@ def header(prepared: Prepared, config: TrainConfig, num_steps: int, learning_rat
         f"covers {prepared.draft_vocab_coverage:.2%} of the supervised tokens",
         "training data": f"{len(lengths):,} samples, {sum(lengths):,} tokens, "
         f"mean length {sum(lengths) / len(lengths):.0f}{_describe(prepared.train_report)}",
+        "target's own tokens": f"{prepared.own_token_share:.1%} of the first answers' tokens are its arg-max",
         "held-out data": heldout,
         "batches": _describe_batches(prepared, config),
-        "optimizer": f"{num_steps:,} steps, micro-batches a step: {config.micro_batches_per_step}, AdamW, "
+        "optimizer": f"{num_steps:,} steps, micro-batches a step: {config.accumulation_steps}, AdamW, "
         f"peak learning rate {learning_rate:.2g}",
         "output": config.output_dir,
     }
@@ -152,20 +179,25 @@ def _notes(prepared: Prepared) -> str:
     return "".join(f"\n  note: {message}" for report in reports for message in report.data.messages)
 
 
-def summary(state: RunState, output_dir: Path, config: TrainConfig) -> str:
-    """Where the head lies and what to do next."""
-    target = config.target or "TARGET"
+def summary(
+    state: RunState, baseline: Mapping[str, float | None], output_dir: Path, config: TrainConfig
+) -> str:
+    """What came of it, where the head lies and what to do next."""
+    target = DEMO / "target" if config.target == DEMO_NAME else config.target
     facts = {
+        "acceptance length": f"{format_figure(state.first_acceptance_length, 2)} before, "
+        f"{format_figure(state.best_acceptance_length, 2)} after, at n = {config.ttt_steps} drafted tokens "
+        f"(bigram drafter {format_figure(baseline.get(str(config.ttt_steps)), 2)})",
         "steps": f"{state.step:,}, {state.tokens:,} tokens in {state.seconds:.0f} s "
         f"({state.tokens / max(state.seconds, 1e-9):,.0f} tokens/s)",
-        "best head": f"{output_dir} (step {state.best_step}, expected acceptance length "
-        f"{format_figure(state.best_acceptance_length, 2)} at n = {config.ttt_steps})"
+        "best head": f"{output_dir} (of step {state.best_step})"
         if state.best_step is not None
         else f"{output_dir} (the last one; nothing was held out)",
         "figures": f"{output_dir / METRICS}",
         "serve it": f"vllm serve {target} --speculative-config "
         f'\'{{"method": "eagle3", "model": "{output_dir}", "num_speculative_tokens": 3}}\'',
-        "look at it": "jupyter notebook scripts/acceptance_rate.ipynb",
+        "look at it": f"EAGLE_TRAIN_HEAD={output_dir.resolve()} "
+        "jupyter notebook scripts/acceptance_rate.ipynb",
     }
     if state.empty_steps:
         facts["empty steps"] = f"{state.empty_steps} without a supervised row changed nothing"
@@ -180,6 +212,7 @@ def report_values(prepared: Prepared) -> dict[str, object]:
         "heldout_samples": len(prepared.heldout_samples),
         "draft_vocab_size": prepared.head.config.draft_vocab_size,
         "draft_vocab_coverage": prepared.draft_vocab_coverage,
+        "target_own_token_share": prepared.own_token_share,
         "train_data": asdict(prepared.train_report),
     }
     if prepared.heldout_report:

@@ -4,7 +4,6 @@ here.
 
 import time
 from dataclasses import dataclass
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from eagle_train.errors import InputError
 from eagle_train.model.eagle3 import Eagle3DraftHead
 from eagle_train.model.target import (
     FrozenTarget,
+    check_rope,
     draft_config,
     load_target,
     probe_target,
@@ -27,6 +27,10 @@ from eagle_train.model.target import (
     resolve_aux_layer_ids,
 )
 from eagle_train.model.vocab import choose_draft_vocabulary
+
+DEMO = Path(__file__).parents[1] / "demo"  # the bundled target and its conversations
+DEMO_NAME = "demo"  # --target under which they go
+OWN_TOKEN_ROWS = 4096  # tokens on which the share of the target's own ones is taken at start
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,15 +65,20 @@ class Prepared:
     train_report: SplitReport
     heldout_report: SplitReport | None  # None: split off the training data
     draft_vocab_coverage: float
+    own_token_share: float
 
 
 def prepare(config: TrainConfig) -> Prepared:
     """Load and check everything; the order puts cheap checks first."""
-    demo = Path(str(resources.files("eagle_train"))) / "demo"
-    target_name = config.target or str(demo / "target")
-    train_paths = [Path(path) for path in config.data] or [demo / "train.jsonl"]
+    if config.target is None:
+        raise InputError(
+            "--target is not named; name a model and --data, or run without a --config for the demo"
+        )
+    is_demo = config.target == DEMO_NAME
+    target_name = str(DEMO / "target") if is_demo else config.target
+    train_paths = [Path(path) for path in config.data] or [DEMO / "train.jsonl"]
     eval_paths = [Path(path) for path in config.eval_data] or (
-        [] if config.data else [demo / "heldout.jsonl"]
+        [] if config.data else [DEMO / "heldout.jsonl"]
     )
     for path in [*train_paths, *eval_paths]:
         if not path.is_file():
@@ -78,6 +87,7 @@ def prepare(config: TrainConfig) -> Prepared:
     aux_layer_ids = _three(config.aux_layer_ids)
     target_config = read_target_config(target_name, config.trust_remote_code)
     resolve_aux_layer_ids(target_config.num_hidden_layers, aux_layer_ids)
+    check_rope(target_config, config.training_seq_len)
     device = choose_device(config.device)
     tokenizer = load_tokenizer(target_name, config)
     train_samples, train_report = _load_split(
@@ -90,6 +100,7 @@ def prepare(config: TrainConfig) -> Prepared:
         )
     else:
         train_samples, heldout_samples = split_off(train_samples, config.eval_fraction, config.seed)
+        heldout_samples = heldout_samples[: config.max_eval_samples]
     target = load_target(
         target_name,
         dtype=choose_dtype(config.dtype, device),
@@ -101,13 +112,14 @@ def prepare(config: TrainConfig) -> Prepared:
     head, coverage = make_draft_head(target, tokenizer, train_samples, config)
     return Prepared(
         target=target,
-        target_name="the bundled demo target" if config.target is None else config.target,
+        target_name="the bundled demo target" if is_demo else config.target,
         head=head,
         train_samples=train_samples,
         heldout_samples=heldout_samples,
         train_report=train_report,
         heldout_report=heldout_report,
         draft_vocab_coverage=coverage,
+        own_token_share=own_token_share(target, train_samples),
     )
 
 
@@ -117,8 +129,9 @@ def choose_device(name: str) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(name)
-        torch.zeros(1, device=device).item()  # "meta" holds no values, some others cannot even be imported
-    except (RuntimeError, AssertionError, ImportError) as error:
+        # "meta" holds no values, some others cannot even be imported; sums are kept in float64
+        torch.zeros(1, device=device, dtype=torch.float64).item()
+    except (RuntimeError, AssertionError, ImportError, TypeError) as error:
         reason = str(error).splitlines()[0][:120]
         raise InputError(f"--device {name} cannot be used here ({reason}); use auto, cpu or cuda") from error
     return device
@@ -159,7 +172,10 @@ def load_tokenizer(target_name: str, config: TrainConfig) -> PreTrainedTokenizer
         path = Path(config.chat_template)
         if not path.is_file():
             raise InputError(f"--chat_template {path} does not exist")
-        tokenizer.chat_template = path.read_text()
+        try:
+            tokenizer.chat_template = path.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise InputError(f"--chat_template {path} is not UTF-8 text; save it as such") from error
     return tokenizer
 
 
@@ -180,7 +196,9 @@ def _load_split(
         on_bad_row="skip" if config.on_bad_row == "skip" else "error",
         max_rows=max_rows,
     )
-    limit = min(config.training_seq_len, target_config.max_position_embeddings)
+    limit = min(
+        config.training_seq_len, getattr(target_config, "max_position_embeddings", config.training_seq_len)
+    )
     kept, length_report = fit_length(samples, limit, config.overlong)
     if not kept:
         raise InputError(
@@ -247,8 +265,24 @@ def make_draft_head(
     return head, coverage
 
 
+def own_token_share(target: FrozenTarget, samples: list[Sample]) -> float:
+    """Share of the first samples' supervised tokens that are the target's arg-max: how far the data is its
+    own.
+    """
+    own, total = 0, 0
+    for sample in samples:
+        batch = BucketingCollator(1)([sample]).to(target.device)
+        rows = torch.nonzero(batch.answer_remaining >= 2).squeeze(1)
+        argmax = target.logits(target.features(batch).final_hidden[rows + 1]).argmax(-1)
+        own += int((argmax == batch.input_ids[rows + 2]).sum())
+        total += len(rows)
+        if total >= OWN_TOKEN_ROWS:
+            break
+    return own / total
+
+
 def answer_token_counts(samples: list[Sample], vocab_size: int) -> tuple[np.ndarray, list[int]]:
-    """How often each id is an answer token `[V]`, and the ids that close at least one answer in a hundred.
+    """How often each id is an answer token `[V]`, and the ids that close at least one answer in ten.
 
     Closing tokens are found in the data, because a template may end turns with something else than eos.
     """
@@ -261,7 +295,7 @@ def answer_token_counts(samples: list[Sample], vocab_size: int) -> tuple[np.ndar
         if sample.num_cut_tokens:  # what lies at the cut closes nothing
             following, remaining = following[:-1], remaining[:-1]
         closing += np.bincount(following[remaining == 1], minlength=vocab_size)
-    return counts, np.flatnonzero(closing * 100 >= max(closing.sum(), 1)).tolist()
+    return counts, np.flatnonzero(closing * 10 >= max(closing.sum(), 1)).tolist()
 
 
 def _three(aux_layer_ids: tuple[int, ...] | None) -> tuple[int, int, int] | None:

@@ -25,8 +25,9 @@ def plan_epoch(lengths: Sequence[int], config: TrainConfig, epoch: int) -> Plan:
 
 
 def row_capacity(lengths: Sequence[int], config: TrainConfig) -> int:
-    """Tokens of a multipack row: whole buckets that hold --tokens_per_step and the longest sample."""
-    return round_up(max(config.tokens_per_row, max(lengths, default=0)), config.granularity)
+    """Tokens of a multipack row: whole buckets that hold --tokens_per_row and the longest sample."""
+    wanted = config.tokens_per_row or config.training_seq_len
+    return round_up(max(wanted, max(lengths, default=0)), config.granularity)
 
 
 def steps_per_epoch(plan: Plan, accumulation_steps: int) -> int:
@@ -37,7 +38,7 @@ def steps_per_epoch(plan: Plan, accumulation_steps: int) -> int:
 def total_steps(samples: Sequence[Sample], config: TrainConfig) -> int:
     """--max_steps, or what --num_epochs comes to. The number of packs does not depend on the shuffle."""
     plan = plan_epoch([len(sample) for sample in samples], config, epoch=0)
-    return config.max_steps or config.num_epochs * steps_per_epoch(plan, config.micro_batches_per_step)
+    return config.max_steps or config.num_epochs * steps_per_epoch(plan, config.accumulation_steps)
 
 
 def planned_shapes(samples: Sequence[Sample], config: TrainConfig) -> Counter[str]:
@@ -61,20 +62,20 @@ def windows(
     step = 0
     for epoch in count():
         plan = plan_epoch(lengths, config, epoch)
-        num_steps = steps_per_epoch(plan, config.micro_batches_per_step)
+        num_steps = steps_per_epoch(plan, config.accumulation_steps)
         skipped = min(max(first_step - step, 0), num_steps)
         step += skipped
         loader: DataLoader[PackedBatch] = DataLoader(
             samples,  # type: ignore[arg-type]
-            batch_sampler=plan[skipped * config.micro_batches_per_step :],
+            batch_sampler=plan[skipped * config.accumulation_steps :],
             collate_fn=collator,
         )
         window: list[PackedBatch] = []
-        remaining = len(plan) - skipped * config.micro_batches_per_step
+        remaining = len(plan) - skipped * config.accumulation_steps
         for batch in loader:
             window.append(batch)
             remaining -= 1
-            if len(window) == config.micro_batches_per_step or remaining == 0:
+            if len(window) == config.accumulation_steps or remaining == 0:
                 if step >= last_step:
                     return
                 yield window

@@ -21,14 +21,15 @@ class RunState:
     """Progress of a run. step: optimizer steps done; the data order is a function of the config and the step.
 
     tokens, seconds: real tokens trained on and time in training steps; empty_steps: steps without a
-    supervised row; best_*: the validation with the longest acceptance; data_digest: of the samples, to
-    notice other data.
+    supervised row; first_acceptance_length: of the first validation; best_*: the validation with the longest;
+    data_digest: of the samples, to notice other data.
     """
 
     step: int = 0
     tokens: int = 0
     seconds: float = 0.0
     empty_steps: int = 0
+    first_acceptance_length: float | None = None
     best_step: int | None = None
     best_acceptance_length: float | None = None
     data_digest: str = ""
@@ -82,7 +83,8 @@ def load_state(directory: Path, head: nn.Module, optimizer: torch.optim.Optimize
         }
         if entries:
             optimizer.state[parameter] = {
-                key: value.clone() if key == "step" else value.to(parameter.device)
+                # `step` too: a fused AdamW reads it on the parameter's device.
+                key: value.to(parameter.device)
                 for key, value in entries.items()
             }
     return state

@@ -34,7 +34,7 @@ def test_the_docstring_example_runs() -> None:
 def test_the_flat_layout_is_the_one_drawn_in_batch_py() -> None:
     batch = BucketingCollator(8, pad_token_id=9)([A, B])
     assert batch.input_ids.tolist() == [11, 12, 13, 14, 15, 16, 21, 22, 23, 24, 25, 9, 9, 9, 9, 9]
-    assert batch.position_ids.tolist() == [0, 1, 2, 3, 4, 5, 0, 1, 2, 3, 4, 0, 1, 2, 3, 4]
+    assert batch.position_ids.tolist() == [0, 1, 2, 3, 4, 5, 0, 1, 2, 3, 4, 0, 0, 0, 0, 0]
     assert batch.answer_remaining.tolist() == [3, 2, 1, 0, 0, 0, 3, 2, 1, 0, 0, 0, 0, 0, 0, 0]
     assert batch.cu_seqlens.tolist() == [0, 6, 11, 16]
     assert batch.offsets == (0, 6, 11, 16)
@@ -46,7 +46,7 @@ def test_the_flat_layout_is_the_one_drawn_in_batch_py() -> None:
 def test_the_padded_layout_gives_each_sample_a_row_and_its_own_padding() -> None:
     batch = BucketingCollator(4, padding_free=False, pad_token_id=9)([A, B])
     assert batch.input_ids.tolist() == [11, 12, 13, 14, 15, 16, 9, 9, 21, 22, 23, 24, 25, 9, 9, 9]
-    assert batch.position_ids.tolist() == [0, 1, 2, 3, 4, 5, 0, 1, 0, 1, 2, 3, 4, 0, 1, 2]
+    assert batch.position_ids.tolist() == [0, 1, 2, 3, 4, 5, 0, 0, 0, 1, 2, 3, 4, 0, 0, 0]
     assert batch.answer_remaining.tolist() == [3, 2, 1, 0, 0, 0, 0, 0, 3, 2, 1, 0, 0, 0, 0, 0]
     assert batch.offsets == (0, 6, 8, 13, 16)
     assert (batch.max_seqlen, batch.num_tokens, batch.num_rows, batch.bucket_len) == (6, 11, 2, 8)
@@ -76,7 +76,12 @@ def test_lengths_are_the_smallest_multiples_and_documents_tile_the_slots(
     assert (batch.offsets[0], batch.offsets[-1]) == (0, batch.num_slots)
     assert batch.max_seqlen == max(lengths)
     assert batch.cu_seqlens.tolist() == list(batch.offsets)
-    assert batch.position_ids.tolist() == [position for length in lengths for position in range(length)]
+    expected, start = np.zeros(batch.num_slots, dtype=np.int64), 0
+    for index, sample in enumerate(samples):
+        start = start if padding_free else index * batch.bucket_len
+        expected[start : start + len(sample)] = np.arange(len(sample))
+        start += len(sample)
+    assert batch.position_ids.tolist() == expected.tolist(), "restarting, and 0 on padding"
     assert batch.num_tokens == sum(map(len, samples))
 
 

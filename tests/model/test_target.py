@@ -58,7 +58,12 @@ def own_outputs(target: FrozenTarget, batch: Any) -> list[Any]:
     """The model's own forward over each document (and the padded tail) alone."""
     with torch.no_grad():
         return [
-            target.model(input_ids=batch.input_ids[None, a:b], use_cache=False, output_hidden_states=True)
+            target.model(
+                input_ids=batch.input_ids[None, a:b],
+                position_ids=batch.position_ids[None, a:b],
+                use_cache=False,
+                output_hidden_states=True,
+            )
             for a, b in pairwise(batch.offsets)
         ]
 

@@ -185,7 +185,7 @@ def new_run(
     nothing = cast(Any, None)
     return Run(
         config=config,
-        prepared=Prepared(target, "tiny", head, [], [], nothing, None, 1.0),
+        prepared=Prepared(target, "tiny", head, [], [], nothing, None, 1.0, 1.0),
         optimizer=make_optimizer(head, config, 1e-3),
         learning_rate=1e-3,
         num_steps=num_steps,

@@ -36,7 +36,7 @@ SHAPES: list[tuple[int, Spans]] = [
     (21, [(7, 14)]),
 ]
 CAPACITIES = (48, 64, 192)
-CELLS = [*product(CAPACITIES, (1, 16, 48), (True,)), *product(CAPACITIES, (16,), (False,))]
+CELLS = [*product(CAPACITIES, (1, 16, 48))]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -78,7 +78,6 @@ def measure(
     samples: list[Sample],
     capacity: int = 64,
     granularity: int = 16,
-    padding_free: bool = True,
 ) -> dict[str, Any]:
     return evaluate(
         head,
@@ -87,7 +86,6 @@ def measure(
         ttt_steps=K,
         training_seq_len=capacity,
         bucket_granularity=granularity,
-        padding_free=padding_free,
         progress=False,
     )
 
@@ -227,18 +225,17 @@ def test_a_full_oracle_gains_n_plus_one_where_answers_end_on_a_step(
     assert figures["acceptance_length"] == {"3": 4.0, "5": 6.0}
 
 
-@pytest.mark.parametrize(("capacity", "granularity", "padding_free"), CELLS)
+@pytest.mark.parametrize(("capacity", "granularity"), CELLS)
 def test_the_oracle_scores_one_however_validation_is_batched(
     target: FrozenTarget,
     samples: list[Sample],
     monkeypatch: pytest.MonkeyPatch,
     capacity: int,
     granularity: int,
-    padding_free: bool,
 ) -> None:
     """U21."""
     make_oracle(monkeypatch, target)
-    figures = measure(oracle_head(target, 96), target, samples, capacity, granularity, padding_free)
+    figures = measure(oracle_head(target, 96), target, samples, capacity, granularity)
     assert figures["top1_agreement"] == [1.0] * K
     assert figures["acceptance_rate"] == pytest.approx([1.0] * K, abs=1e-5)
     assert figures["verify_steps"] == {"3": 27, "5": 20}
@@ -254,7 +251,7 @@ def test_validation_figures_do_not_depend_on_batching(target: FrozenTarget, samp
     """U21: a real head's figures, every one of them, to 1e-6 in all cells."""
     head = fitted_head(target, 48, samples, K)
     grid = [flat(measure(head, target, samples, *cell)) for cell in CELLS]
-    assert len(grid) == 12
+    assert len(grid) == len(CELLS) == 9
     assert len(grid[0]) == 1 + 3 * K + 2 + 1 + 2 + 1 + 1 + 1
     assert all(0.1 < value < 0.6 for value in measure(head, target, samples)["top1_agreement"])
     for figures in grid[1:]:
