@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 TrainOn = Literal["all", "last"]
 
+# What servers write when an answer ran into the limit of new tokens (OpenAI; Anthropic, Google).
+CUT_REASONS = ("length", "max_tokens", "MAX_TOKENS")
 # Stands for an answer when a template is asked what it writes around one.
 PROBE = "eagle-train-probe"
 # transformers' own test for `{% generation %}` marks (utils/chat_template_utils.py, 5.24).
@@ -154,12 +156,14 @@ def tokenize_conversation(
     not rendered; without file:line for a tokenizer that is slow or has no chat template.
     """
     if conversation.input_ids is not None:
-        return take_token_row(conversation.input_ids, conversation)
+        return take_token_row(conversation.input_ids, conversation, train_on)
     return tokenize_messages(conversation, open_chat(tokenizer, template_options or {}), train_on)
 
 
-def take_token_row(input_ids: IntArray, row: Conversation) -> TokenizedConversation:
-    spans = spans_from_mask([] if row.loss_mask is None else row.loss_mask)
+def take_token_row(input_ids: IntArray, row: Conversation, train_on: TrainOn) -> TokenizedConversation:
+    """A pre-tokenised row as it is; each run of its mask is a turn."""
+    runs = spans_from_mask([] if row.loss_mask is None else row.loss_mask)
+    spans = runs[-1:] if train_on == "last" else runs
     sample = Sample(input_ids, answer_remaining_from_spans(len(input_ids), spans), row.source)
     return TokenizedConversation((sample,), turns_used=len(spans), turns_left_out=0)
 
@@ -189,7 +193,7 @@ def tokenize_messages(conversation: Conversation, chat: Chat, train_on: TrainOn)
     notes = _tool_notes(chat, whole)
     for index in turn_indices if train_on == "all" else turn_indices[-1:]:
         shown = whole if index == len(messages) - 1 else chat.render(messages[: index + 1])
-        cut = conversation.finish_reason == "length" and index == turn_indices[-1]
+        cut = conversation.finish_reason in CUT_REASONS and index == turn_indices[-1]
         turn = _read_turn(chat, messages[: index + 1], shown, cut=cut)
         if isinstance(turn, Note):
             notes.append(turn)

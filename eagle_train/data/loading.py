@@ -104,7 +104,7 @@ def _tokenize_row(
         return row
     try:
         if row.input_ids is not None:
-            result = take_token_row(row.input_ids, row)
+            result = take_token_row(row.input_ids, row, train_on)
         else:
             assert chat is not None
             result = tokenize_messages(row, chat, train_on)

@@ -549,3 +549,19 @@ def test_samples_say_where_they_come_from(tmp_path: Path) -> None:
     )
     samples, _ = load_samples([path], make_tokenizer(OWN), vocab_size=VOCAB_SIZE, progress=False)
     assert [sample.source for sample in samples] == [f"{path}:1", f"{path}:2"]
+
+
+@pytest.mark.parametrize(("train_on", "supervised"), [("all", [(1, 3), (5, 8)]), ("last", [(5, 8)])])
+def test_turns_of_a_token_row_are_chosen_as_those_of_a_conversation(
+    train_on: str, supervised: list[tuple[int, int]], tmp_path: Path
+) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"input_ids": list(range(9)), "loss_mask": [0, 1, 1, 0, 0, 1, 1, 1, 0]}))
+    samples, _ = load_samples(
+        [path],
+        make_tokenizer(OWN),
+        vocab_size=400,
+        train_on=train_on,
+        progress=False,  # type: ignore[arg-type]
+    )
+    assert supervised_spans(samples[0]) == supervised

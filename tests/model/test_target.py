@@ -3,6 +3,7 @@
 import hashlib
 from contextlib import nullcontext
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,13 @@ from eagle_train.config import TrainConfig
 from eagle_train.data.collator import BucketingCollator
 from eagle_train.errors import InputError
 from eagle_train.model.eagle3 import Eagle3DraftHead
-from eagle_train.model.target import FrozenTarget, draft_config, probe_target, resolve_aux_layer_ids
+from eagle_train.model.target import (
+    FrozenTarget,
+    check_rope,
+    draft_config,
+    probe_target,
+    resolve_aux_layer_ids,
+)
 from eagle_train.train.evaluate import micro_batch_sums
 from eagle_train.train.loop import step_weights, supervised_counts
 from eagle_train.train.optim import make_optimizer
@@ -265,3 +272,20 @@ def test_u27_the_trained_tensors_are_those_of_the_formula() -> None:
     mlp = 3 * 32 * 48
     trainable = sum(parameter.numel() for parameter in head.parameters() if parameter.requires_grad)
     assert trainable == fuse + attention + mlp + norms + lm_head
+
+
+@pytest.mark.parametrize(
+    ("kind", "limit"), [("longrope", 4096), ("dynamic", 4096), ("default", None), ("yarn", None)]
+)
+def test_rotary_embeddings_that_change_with_the_row_are_refused_beyond_their_length(
+    kind: str, limit: int | None
+) -> None:
+    """Phi-3 with long factors: on one row a document of 40 tokens changed another's logits by 39 %."""
+    rope = {"rope_type": kind, "rope_theta": 1e4, "original_max_position_embeddings": 4096}
+    config = SimpleNamespace(rope_parameters=rope, max_position_embeddings=131072)
+    check_rope(config, 4096)
+    if limit is None:
+        check_rope(config, 8192)
+    else:
+        with pytest.raises(InputError, match=f"8192.*{limit}.*{kind}"):
+            check_rope(config, 8192)

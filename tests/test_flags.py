@@ -1,0 +1,38 @@
+"""How flags, YAML and the demo's own options come together."""
+
+import pytest
+
+from eagle_train.__main__ import with_demo_config
+from eagle_train.config import TrainConfig
+from eagle_train.flags import parse
+
+
+def parsed(args: list[str]) -> TrainConfig:
+    return parse(TrainConfig, args, command="train", description="")
+
+
+def test_a_repeated_list_flag_adds_to_the_list() -> None:
+    config = parsed(["--target", "t", "--data", "a.jsonl", "b.jsonl", "--data", "c.jsonl"])
+    assert config.data == ("a.jsonl", "b.jsonl", "c.jsonl")
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["--packing", "none"],
+        ["--packing", "none", "--padding_free", "false"],
+        ["--accumulation_steps", "2"],
+        ["--training_seq_len", "4096", "--bucket_granularity", "1024"],
+    ],
+)
+def test_the_demo_takes_any_batch_form(args: list[str]) -> None:
+    config = parsed(with_demo_config(args))
+    assert config.target == "demo"
+    for flag, value in zip(args[::2], args[1::2], strict=True):
+        assert str(getattr(config, flag.removeprefix("--"))).lower() == value
+
+
+def test_a_target_data_or_config_of_the_users_own_sets_the_demos_options_aside() -> None:
+    assert with_demo_config(["--target=t", "--data", "a.jsonl"]) == ["--target=t", "--data", "a.jsonl"]
+    assert with_demo_config(["--config", "x.yaml"]) == ["--config", "x.yaml"]
+    assert with_demo_config([])[0] == "--config"
