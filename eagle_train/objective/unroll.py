@@ -34,7 +34,8 @@ class Supervision:
     """The supervised (row, step) pairs of a batch, known from its masks alone.
 
     rows_R0: rows supervised at step 0; row_R, step_R: row and step of each pair, step by step;
-    label_R: index into rows_R0 of the row whose label the pair has (row + step). All int64.
+    label_R: index into rows_R0 of the row whose label the pair has (row + step); the pair's own row stands
+    there at label_R - step_R. All int64.
     """
 
     rows_R0: Tensor
@@ -90,17 +91,19 @@ def unroll_states(
     head: Eagle3DraftHead,
     embed: Callable[[Tensor], Tensor],
     batch: PackedBatch,
+    rows_R0: Tensor,
     aux_hidden_states_T3H: Tensor,
     ttt_steps: int,
     attention: Callable[..., Tensor] = unrolled_attention,
 ) -> Tensor:
-    """The draft layer's un-normed outputs of all steps, `[K, T, H]`.
+    """The draft layer's un-normed outputs of all steps at the rows supervised at step 0, `[K, R0, H]`.
 
-    Rows near a document's end read a token of the next one (or padding) at later steps; they are never
-    supervised there, and later steps' keys reach only their own row, so nothing supervised sees it.
+    Step 0 runs on every row, because later rows read its keys. A later step is read by its own row alone, so
+    it runs where something is supervised. Rows near an answer's end then read a token behind it; they are not
+    supervised at that step, and nothing else reads them.
     """
     layout = DocumentLayout(batch.cu_seqlens, batch.offsets, batch.max_seqlen)
-    hidden_TH = head.fuse(aux_hidden_states_T3H)
+    num_slots = batch.num_slots
     keys: list[Tensor] = []
     values: list[Tensor] = []
 
@@ -109,13 +112,21 @@ def unroll_states(
         values.append(value)
         return attention(query, keys[0], values[0], tuple(keys[1:]), tuple(values[1:]), layout)
 
-    outs = []
-    for step in range(ttt_steps):
-        shift = step + 1
-        tokens_T = F.pad(batch.input_ids[shift:], (0, min(shift, batch.num_slots)))
-        embeds_TH = embed(tokens_T).to(hidden_TH.dtype)
-        hidden_TH = head.step(embeds_TH, hidden_TH, batch.position_ids + step, attend)
-        outs.append(hidden_TH)
+    def attend_from_rows(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        query, key, value = (
+            x.new_zeros(num_slots, *x.shape[1:]).index_copy(0, rows_R0, x) for x in (query, key, value)
+        )
+        return attend(query, key, value)[rows_R0]
+
+    hidden_TH = head.fuse(aux_hidden_states_T3H)
+    embeds_TH = embed(F.pad(batch.input_ids[1:], (0, 1))).to(hidden_TH.dtype)
+    hidden = head.step(embeds_TH, hidden_TH, batch.position_ids, attend)[rows_R0]
+    positions_R0 = batch.position_ids[rows_R0]
+    outs = [hidden]
+    for step in range(1, ttt_steps):
+        tokens_R0 = batch.input_ids[(rows_R0 + 1 + step).clamp(max=num_slots - 1)]
+        hidden = head.step(embed(tokens_R0).to(hidden.dtype), hidden, positions_R0 + step, attend_from_rows)
+        outs.append(hidden)
     return torch.stack(outs)
 
 
@@ -134,11 +145,12 @@ def unrolled_sums(
     batch.
     """
     ttt_steps = len(step_weight_K)
-    outs_KTH = unroll_states(head, embed, batch, features.aux_hidden_states, ttt_steps)
+    rows_R0 = supervision.rows_R0
+    outs_KR0H = unroll_states(head, embed, batch, rows_R0, features.aux_hidden_states, ttt_steps)
     labels = target_labels(
-        target_logits_of, features.final_hidden[supervision.rows_R0 + 1], head.draft_token_ids, head.t2d
+        target_logits_of, features.final_hidden[rows_R0 + 1], head.draft_token_ids, head.t2d
     )
-    normed_RH = head.norm(outs_KTH[supervision.step_R, supervision.row_R])
+    normed_RH = head.norm(outs_KR0H[supervision.step_R, supervision.label_R - supervision.step_R])
     trained_R = labels.in_draft_vocab[supervision.label_R].float()
     loss, rows = vocabulary_loss(
         normed_RH,

@@ -349,10 +349,11 @@ def test_u11_gradient_reaches_the_supervised_rows_and_no_other(
     states = record(monkeypatch, "unroll_states")
     batch = BucketingCollator(32)(documents_of(*U11))
     loss = micro_batch_sums(head, target, batch, step_weights(batch.supervised_counts(3), 0.8)).loss
-    (grad_KTH,) = torch.autograd.grad(loss, states[0])
-    touched = {(int(row), int(step)) for step, row in grad_KTH.abs().sum(-1).nonzero()}
+    (grad_KR0H,) = torch.autograd.grad(loss, states[0])
+    rows = supervise(batch.answer_remaining, 3).rows_R0.tolist()
+    touched = {(rows[int(index)], int(step)) for step, index in grad_KR0H.abs().sum(-1).nonzero()}
     assert touched == pairs_of_pack(U11, 3)
-    assert grad_KTH[0, A[2]].abs().max() > 1e-4
+    assert grad_KR0H[0, rows.index(A[2])].abs().max() > 1e-4
 
 
 def u11_statistics(

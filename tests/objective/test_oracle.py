@@ -64,10 +64,15 @@ def oracle_head(target: FrozenTarget, draft_vocab_size: int) -> Eagle3DraftHead:
 
 def make_oracle(monkeypatch: pytest.MonkeyPatch, target: FrozenTarget) -> None:
     def oracle_states(
-        head: Eagle3DraftHead, embed: Callable[..., Any], batch: PackedBatch, aux: Tensor, ttt_steps: int
+        head: Eagle3DraftHead,
+        embed: Callable[..., Any],
+        batch: PackedBatch,
+        rows_R0: Tensor,
+        aux: Tensor,
+        ttt_steps: int,
     ) -> Tensor:
         final_TH = target.features(batch).final_hidden
-        return torch.stack([final_TH.roll(-1 - step, 0) for step in range(ttt_steps)])
+        return torch.stack([final_TH.roll(-1 - step, 0)[rows_R0] for step in range(ttt_steps)])
 
     monkeypatch.setattr(unroll, "unroll_states", oracle_states)
 

@@ -15,7 +15,7 @@ from eagle_train.data.collator import BucketingCollator
 from eagle_train.data.samples import Sample
 from eagle_train.model.eagle3 import Eagle3DraftHead
 from eagle_train.model.target import FrozenTarget
-from eagle_train.objective.unroll import unroll_states
+from eagle_train.objective.unroll import supervise, unroll_states
 from tests.documents import Spans, documents_of, random_head, supervised_pairs
 from tests.tiny import tiny_target
 
@@ -88,7 +88,9 @@ def test_every_supervised_row_and_step_equals_a_rollout_with_a_growing_cache(
     head = random_head(target, draft_vocab_size=48)
     samples = documents_of(*SHAPES)
     batch = BucketingCollator(granularity, padding_free)(samples)
-    states = unroll_states(head, target.embed, batch, target.features(batch).aux_hidden_states, K)
+    rows_R0 = supervise(batch.answer_remaining, K).rows_R0
+    index_of = {row: index for index, row in enumerate(rows_R0.tolist())}
+    states = unroll_states(head, target.embed, batch, rows_R0, target.features(batch).aux_hidden_states, K)
     compared = 0
     for index, sample in enumerate(samples):
         start = sum(map(len, samples[:index])) if padding_free else index * batch.bucket_len
@@ -97,7 +99,7 @@ def test_every_supervised_row_and_step_equals_a_rollout_with_a_growing_cache(
         for row in sorted({row for row, _ in pairs}):
             num_steps = sum((row, step) in pairs for step in range(K))
             for step, expected in enumerate(rollout(head, target, sample, aux, row, num_steps)):
-                ours = head.logits(states[step, start + row])
+                ours = head.logits(states[step, index_of[start + row]])
                 torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-5)
                 assert expected.std() > 0.3
                 compared += 1
