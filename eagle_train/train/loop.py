@@ -1,7 +1,7 @@
 """The training loop. `train` is the file's story; everything else is a sentence of it."""
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -76,10 +76,9 @@ def train(config: TrainConfig) -> Path:
             if is_due(run, config.log_every) or save_due:
                 log_training(run, pending, bar)
                 pending = []
-            if save_due:
-                save(run)  # before the validation, which may stop the run, and again with what it found
             if validation_due:
                 validate(run)
+            if save_due:
                 save(run)
     print(summary(run.state, run.baseline, run.output_dir, config))
     run.log.write("end", run.state.step, {"best_step": run.state.best_step, "seconds": run.state.seconds})
@@ -135,9 +134,9 @@ def train_step(run: Run, window: list[PackedBatch]) -> list[tuple[UnrolledSums, 
     for batch in window:
         batch_sums = micro_batch_sums(head, run.prepared.target, batch, step_weight_K)
         batch_sums.loss.backward()
-        sums.append((batch_sums, batch))
+        sums.append((replace(batch_sums, loss=batch_sums.loss.detach()), batch))
     grad_norm = torch.nn.utils.clip_grad_norm_(head.parameters(), config.max_grad_norm)
-    stop_if_not_finite(run, sum(float(s.loss.detach()) for s, _ in sums) + float(grad_norm), window)
+    stop_if_not_finite(run, sum(float(s.loss) for s, _ in sums) + float(grad_norm), window)
     factor = learning_rate_factor(
         state.step - 1 - state.empty_steps, run.num_steps, config.warmup_ratio, config.min_lr_ratio
     )
@@ -210,15 +209,20 @@ def validate(run: Run) -> None:
         keep_head(run)
         return
     prepared.head.eval()
-    metrics = evaluate(
-        prepared.head,
-        prepared.target,
-        prepared.heldout_samples,
-        ttt_steps=config.ttt_steps,
-        training_seq_len=config.training_seq_len,
-        bucket_granularity=config.granularity,
-        step_decay=config.step_decay,
-    )
+    try:
+        metrics = evaluate(
+            prepared.head,
+            prepared.target,
+            prepared.heldout_samples,
+            ttt_steps=config.ttt_steps,
+            training_seq_len=config.training_seq_len,
+            bucket_granularity=config.granularity,
+            step_decay=config.step_decay,
+        )
+    except InputError:
+        if state.step:
+            save(run)  # a validation that is not finite ends the run, but loses no step
+        raise
     run.log.write("validation", state.step, {f"eval_{name}": value for name, value in metrics.items()})
     tqdm.write(format_validation(state.step, metrics, run.baseline))
     if state.step == 0:

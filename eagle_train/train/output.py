@@ -4,6 +4,7 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -59,8 +60,10 @@ def with_saved_choices(config: TrainConfig) -> TrainConfig:
     if not config.resume:
         return config
     saved = yaml.safe_load((Path(config.output_dir) / RUN_CONFIG).read_text())
-    derived = {key: value for key, value in config.to_dict().items() if value in (None, "auto")}
-    return replace(config, **{key: saved[key] for key in derived if saved.get(key) is not None})
+    values: dict[str, Any] = config.to_dict()
+    values |= {key: saved[key] for key, value in values.items() if value in (None, "auto") and key in saved}
+    arguments: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
+    return TrainConfig(**arguments)
 
 
 def resolved(config: TrainConfig, prepared: Prepared, learning_rate: float) -> TrainConfig:
@@ -70,6 +73,7 @@ def resolved(config: TrainConfig, prepared: Prepared, learning_rate: float) -> T
         config,
         dtype=str(target.dtype).removeprefix("torch."),
         device=str(target.device),
+        aux_layer_ids=target.aux_layer_ids,
         bucket_granularity=config.granularity,
         draft_vocab_size=prepared.head.config.draft_vocab_size,
         draft_intermediate_size=prepared.head.config.intermediate_size,
