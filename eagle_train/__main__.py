@@ -40,7 +40,11 @@ def main(args: Sequence[str]) -> int:
 def with_demo_config(args: Sequence[str]) -> list[str]:
     """The demo's own options under the given flags, unless these name a target, data or a config."""
     named = {flag.split("=")[0] for flag in args}
-    return list(args) if named & {"--target", "--data", "--config"} else ["--config", str(DEMO_CONFIG), *args]
+    if named & {"--target", "--data", "--config"}:
+        return list(args)
+    # The demo counts steps; a user who counts epochs means it.
+    steps = ["--max_steps", "none"] if "--num_epochs" in named else []
+    return ["--config", str(DEMO_CONFIG), *steps, *args]
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from typing import Any
 import yaml
 
 from eagle_train.errors import InputError
+from eagle_train.files import write_atomically
 
 # Options that count something: each is at least 1 where it is set.
 COUNTS = (
@@ -161,11 +162,6 @@ class TrainConfig:
                 f"--training_seq_len {self.training_seq_len} is not a multiple of --bucket_granularity "
                 f"{self.granularity}; use {nearest}, or a granularity that divides it"
             )
-        if self.tokens_per_row is not None and self.tokens_per_row > self.training_seq_len:
-            raise InputError(
-                f"--tokens_per_row is {self.tokens_per_row}; it must be at most --training_seq_len "
-                f"{self.training_seq_len}"
-            )
         if self.resume and self.overwrite:
             raise InputError("--resume and --overwrite exclude each other; drop one")
         if self.target is None and self.data:
@@ -198,8 +194,9 @@ class TrainConfig:
         return {key: list(value) if isinstance(value, tuple) else value for key, value in vars(self).items()}
 
     def save(self, path: Path) -> None:
-        """Write all values, derived ones as null, so that `--config PATH` repeats the run."""
-        path.write_text(yaml.safe_dump(self.to_dict(), sort_keys=False))
+        """Write all values, so that `--config PATH` repeats the run."""
+        text = yaml.safe_dump(self.to_dict(), sort_keys=False)
+        write_atomically(path, lambda temporary: temporary.write_text(text))
 
 
 def _pairs(name: str, texts: Sequence[str]) -> list[tuple[str, str]]:

@@ -9,7 +9,7 @@ import dataclasses
 import difflib
 import types
 import typing
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -90,6 +90,16 @@ def _shape(annotation: Any) -> tuple[type, bool, bool]:
     return (typing.get_args(annotation)[0] if many else annotation), many, optional
 
 
+def _or_none(base: type) -> Callable[[str], Any]:
+    """`none` on the command line takes back what a config file names."""
+
+    def parse_value(text: str) -> Any:
+        return None if text == "none" else base(text)
+
+    parse_value.__name__ = base.__name__  # argparse shows it: "invalid int value"
+    return parse_value
+
+
 def _parse_bool(text: str) -> bool:
     if text.lower() in ("true", "1", "yes", "on"):
         return True
@@ -125,7 +135,7 @@ def _parser(cls: type[Config], command: str, description: str) -> argparse.Argum
     parser.add_argument("--config", metavar="FILE", help="YAML file with the same keys; flags win")
     groups: dict[str, Any] = {}
     for f in _fields(cls):
-        base, many, _ = _shape(f.type)
+        base, many, optional = _shape(f.type)
         name = f.metadata["group"]
         if name not in groups:
             groups[name] = parser.add_argument_group(name)
@@ -137,7 +147,8 @@ def _parser(cls: type[Config], command: str, description: str) -> argparse.Argum
             extra |= {"type": _parse_bool, "nargs": "?", "const": True}
         else:
             # A repeated list flag adds to the list: replacing would lose files without a word.
-            extra |= {"type": base} | ({"nargs": "+", "action": "extend"} if many else {})
+            extra |= {"type": _or_none(base) if optional and not many else base}
+            extra |= {"nargs": "+", "action": "extend"} if many else {}
         shown = "" if default in (None, "") else f" [{default}]"
         groups[name].add_argument(f"--{f.name}", help=f.metadata["help"].replace("%", "%%") + shown, **extra)
     return parser

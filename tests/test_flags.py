@@ -36,3 +36,10 @@ def test_a_target_data_or_config_of_the_users_own_sets_the_demos_options_aside()
     assert with_demo_config(["--target=t", "--data", "a.jsonl"]) == ["--target=t", "--data", "a.jsonl"]
     assert with_demo_config(["--config", "x.yaml"]) == ["--config", "x.yaml"]
     assert with_demo_config([])[0] == "--config"
+
+
+def test_none_takes_back_what_the_config_names() -> None:
+    assert parsed(with_demo_config([])).max_steps == 300
+    assert parsed(with_demo_config(["--max_steps", "none"])).max_steps is None
+    counted_in_epochs = parsed(with_demo_config(["--num_epochs", "3"]))
+    assert (counted_in_epochs.max_steps, counted_in_epochs.num_epochs) == (None, 3)

@@ -103,8 +103,12 @@ def as_sample(feature: Feature, position: int) -> Sample:
             f"feature {position} has the keys {sorted(feature)}; a row needs `input_ids` and `loss_mask`, "
             "or use eagle_train.load_samples to make them from conversations"
         )
-    input_ids = np.asarray(feature["input_ids"])
-    loss_mask = np.asarray(feature["loss_mask"])
+    try:
+        input_ids, loss_mask = np.asarray(feature["input_ids"]), np.asarray(feature["loss_mask"])
+    except ValueError as error:
+        raise InputError(
+            f"feature {position} has ragged input_ids or loss_mask; both must be flat"
+        ) from error
     if input_ids.ndim != 1 or input_ids.shape != loss_mask.shape or len(input_ids) == 0:
         raise InputError(
             f"feature {position} has input_ids of shape {input_ids.shape} and loss_mask of shape "

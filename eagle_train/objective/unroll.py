@@ -99,8 +99,9 @@ def unroll_states(
     """The draft layer's un-normed outputs of all steps at the rows supervised at step 0, `[K, R0, H]`.
 
     Step 0 runs on every row, because later rows read its keys. A later step is read by its own row alone, so
-    it runs where something is supervised. Rows near an answer's end then read a token behind it; they are not
-    supervised at that step, and nothing else reads them.
+    its projections and MLP run where something is supervised (the attention kernel still sees all rows).
+    Rows near an answer's end then read a token behind it; they are not supervised at that step, and nothing
+    else reads them.
     """
     layout = DocumentLayout(batch.cu_seqlens, batch.offsets, batch.max_seqlen)
     num_slots = batch.num_slots

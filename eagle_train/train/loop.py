@@ -219,10 +219,11 @@ def validate(run: Run) -> None:
             bucket_granularity=config.granularity,
             step_decay=config.step_decay,
         )
-    except InputError:
-        if state.step:
+    except InputError as error:
+        finite = all(bool(parameter.isfinite().all()) for parameter in prepared.head.parameters())
+        if state.step and finite:
             save(run)  # a validation that is not finite ends the run, but loses no step
-        raise
+        raise InputError(f"validation at step {state.step}: {error}") from error
     run.log.write("validation", state.step, {f"eval_{name}": value for name, value in metrics.items()})
     tqdm.write(format_validation(state.step, metrics, run.baseline))
     if state.step == 0:

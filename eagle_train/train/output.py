@@ -21,6 +21,8 @@ FREE_ON_RESUME = {
     "resume", "overwrite", "output_dir", "device", "num_threads", "log_every", "eval_every", "save_every",
     "max_steps", "num_epochs", "learning_rate", "dtype",
 }  # fmt: skip
+# Derived anew on every start: where the run goes on, and how far.
+NOT_TAKEN_OVER = {"device", "max_steps", "eval_every", "save_every", "num_threads"}
 RUN_CONFIG = "run_config.yaml"
 METRICS = "metrics.jsonl"
 RUN_FILES = (RUN_CONFIG, METRICS, "model.safetensors", "config.json")
@@ -59,9 +61,10 @@ def with_saved_choices(config: TrainConfig) -> TrainConfig:
     """
     if not config.resume:
         return config
-    saved = yaml.safe_load((Path(config.output_dir) / RUN_CONFIG).read_text())
+    saved = _read_run_config(Path(config.output_dir) / RUN_CONFIG)
     values: dict[str, Any] = config.to_dict()
-    values |= {key: saved[key] for key, value in values.items() if value in (None, "auto") and key in saved}
+    derived = {key for key, value in values.items() if value in (None, "auto")} - NOT_TAKEN_OVER
+    values |= {key: saved[key] for key in derived & set(saved)}
     arguments: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
     return TrainConfig(**arguments)
 
@@ -101,9 +104,19 @@ def claim_output_dir(config: TrainConfig) -> None:
         ) from error
 
 
+def _read_run_config(path: Path) -> dict[str, Any]:
+    try:
+        saved = yaml.safe_load(path.read_text())
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise InputError(f"--resume: {path} cannot be read ({' '.join(str(error).split())[:200]})") from error
+    if not isinstance(saved, dict):
+        raise InputError(f"--resume: {path} holds no options; start anew with --overwrite")
+    return saved
+
+
 def _check_same_options(config: TrainConfig, path: Path) -> None:
     """Refuse to resume under options that would make it another run, naming each."""
-    saved = yaml.safe_load(path.read_text())
+    saved = _read_run_config(path)
     changed = [
         f"--{key} {saved.get(key)} -> {value}"
         for key, value in config.to_dict().items()
@@ -188,10 +201,14 @@ def summary(
 ) -> str:
     """What came of it, where the head lies and what to do next."""
     target = DEMO / "target" if config.target == DEMO_NAME else config.target
-    facts = {
-        "acceptance length": f"{format_figure(state.first_acceptance_length, 2)} before, "
-        f"{format_figure(state.best_acceptance_length, 2)} after, at n = {config.ttt_steps} drafted tokens "
-        f"(bigram drafter {format_figure(baseline.get(str(config.ttt_steps)), 2)})",
+    facts = {}
+    if state.first_acceptance_length is not None:
+        facts["acceptance length"] = (
+            f"{state.first_acceptance_length:.2f} before, "
+            f"{format_figure(state.best_acceptance_length, 2)} after, at n = {config.ttt_steps} drafted "
+            f"tokens (bigram drafter {format_figure(baseline.get(str(config.ttt_steps)), 2)})"
+        )
+    facts |= {
         "steps": f"{state.step:,}, {state.tokens:,} tokens in {state.seconds:.0f} s "
         f"({state.tokens / max(state.seconds, 1e-9):,.0f} tokens/s)",
         "best head": f"{output_dir} (of step {state.best_step})"

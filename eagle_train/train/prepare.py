@@ -27,6 +27,7 @@ from eagle_train.model.target import (
     resolve_aux_layer_ids,
 )
 from eagle_train.model.vocab import choose_draft_vocabulary
+from eagle_train.objective.losses import DEFAULT_CHUNK_ROWS
 
 DEMO = Path(__file__).parents[1] / "demo"  # the bundled target and its conversations
 DEMO_NAME = "demo"  # --target under which they go
@@ -99,8 +100,9 @@ def prepare(config: TrainConfig) -> Prepared:
             eval_paths, tokenizer, target_config, config, config.max_eval_samples
         )
     else:
-        train_samples, heldout_samples = split_off(train_samples, config.eval_fraction, config.seed)
-        heldout_samples = heldout_samples[: config.max_eval_samples]
+        train_samples, heldout_samples = split_off(
+            train_samples, config.eval_fraction, config.seed, config.max_eval_samples
+        )
     target = load_target(
         target_name,
         dtype=choose_dtype(config.dtype, device),
@@ -235,13 +237,18 @@ def fit_length(samples: list[Sample], limit: int, overlong: str) -> tuple[list[S
     return kept, LengthReport(limit, len(truncated), sum(truncated), len(dropped), sum(dropped), unsupervised)
 
 
-def split_off(samples: list[Sample], fraction: float, seed: int) -> tuple[list[Sample], list[Sample]]:
-    """Hold out about `fraction` of the conversations (at least one, where there are two); (train, held-out).
+def split_off(
+    samples: list[Sample], fraction: float, seed: int, most: int | None = None
+) -> tuple[list[Sample], list[Sample]]:
+    """Hold out about `fraction` of the conversations (at least one where there are two, at most `most`).
+
+    Returns (train, held-out).
 
     Samples of one conversation stay together, so none is trained on and validated with.
     """
     sources = list(dict.fromkeys(sample.source for sample in samples))
     num_heldout = min(max(round(fraction * len(sources)), int(fraction > 0)), len(sources) - 1)
+    num_heldout = num_heldout if most is None else min(num_heldout, most)
     order = np.random.default_rng([seed, 1]).permutation(len(sources))
     heldout = {sources[index] for index in order[:num_heldout]}
     return (
@@ -272,10 +279,11 @@ def own_token_share(target: FrozenTarget, samples: list[Sample]) -> float:
     own, total = 0, 0
     for sample in samples:
         batch = BucketingCollator(1)([sample]).to(target.device)
-        rows = torch.nonzero(batch.answer_remaining >= 2).squeeze(1)
-        argmax = target.logits(target.features(batch).final_hidden[rows + 1]).argmax(-1)
-        own += int((argmax == batch.input_ids[rows + 2]).sum())
-        total += len(rows)
+        final_hidden = target.features(batch).final_hidden
+        for rows in torch.nonzero(batch.answer_remaining >= 2).squeeze(1).split(DEFAULT_CHUNK_ROWS):
+            argmax = target.logits(final_hidden[rows + 1]).argmax(-1)
+            own += int((argmax == batch.input_ids[rows + 2]).sum())
+            total += len(rows)
         if total >= OWN_TOKEN_ROWS:
             break
     return own / total

@@ -26,7 +26,7 @@ def plan_epoch(lengths: Sequence[int], config: TrainConfig, epoch: int) -> Plan:
 
 def row_capacity(lengths: Sequence[int], config: TrainConfig) -> int:
     """Tokens of a multipack row: whole buckets that hold --tokens_per_row and the longest sample."""
-    wanted = config.tokens_per_row or config.training_seq_len
+    wanted = min(config.tokens_per_row or config.training_seq_len, config.training_seq_len)
     return round_up(max(wanted, max(lengths, default=0)), config.granularity)
 
 
