@@ -57,7 +57,7 @@ def answer_spans(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, st
 def test_everything_fits_and_nothing_is_pickled() -> None:
     files = [path for path in DEMO.rglob("*") if path.is_file() and "__pycache__" not in path.parts]
     assert sum(path.stat().st_size for path in files) <= MAX_BYTES
-    assert {path.suffix for path in files} <= {".json", ".jsonl", ".jinja", ".safetensors", ".md", ".py"}
+    assert {path.suffix for path in files} <= {".json", ".jsonl", ".jinja", ".safetensors", ".md", ".yaml"}
 
 
 def test_no_family_and_no_prompt_is_shared() -> None:
