@@ -136,6 +136,11 @@ class TrainConfig:
         """--bucket_granularity, or its default min(1024, training_seq_len), in tokens."""
         return self.bucket_granularity or min(1024, self.training_seq_len)
 
+    @property
+    def is_flat(self) -> bool:
+        """Whether documents lie end to end on one row, and not each on a padded row of its own."""
+        return self.packing == "multipack" or self.padding_free
+
     def __post_init__(self) -> None:
         for name in COUNTS:
             value = getattr(self, name)

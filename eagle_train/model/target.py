@@ -169,9 +169,7 @@ def _not_loadable(name_or_path: str, error: Exception) -> InputError:
     )
 
 
-def resolve_aux_layer_ids(
-    num_layers: int, aux_layer_ids: tuple[int, int, int] | None
-) -> tuple[int, int, int]:
+def resolve_aux_layer_ids(num_layers: int, aux_layer_ids: tuple[int, ...] | None) -> tuple[int, int, int]:
     """Three distinct, rising layer ids in 0..L-1; the default is (2, L//2, L-3).
 
     An id counts the layer that the state *enters*; L would be the state behind the final norm and is refused.
@@ -186,10 +184,11 @@ def resolve_aux_layer_ids(
     in_range = all(0 <= layer_id < num_layers for layer_id in aux_layer_ids)
     if len(aux_layer_ids) != 3 or not in_range or sorted(set(aux_layer_ids)) != list(aux_layer_ids):
         raise InputError(
-            f"--aux_layer_ids is {' '.join(map(str, aux_layer_ids))}; it must be three rising layer ids "
-            f"between 0 and {num_layers - 1}"
+            f"--aux_layer_ids is {' '.join(map(str, aux_layer_ids))}; it names {len(aux_layer_ids)} layers "
+            f"and must be three rising layer ids between 0 and {num_layers - 1}"
         )
-    return aux_layer_ids
+    low, middle, high = aux_layer_ids
+    return low, middle, high
 
 
 def check_rope(config: Any, training_seq_len: int) -> None:

@@ -164,12 +164,11 @@ def _describe_batches(prepared: Prepared, config: TrainConfig) -> str:
     """Packing mode and the shapes of the first epoch, the most frequent first."""
     lengths = [len(sample) for sample in prepared.train_samples]
     plan = plan_epoch(lengths, config, epoch=0)
-    shapes = planned_shapes(prepared.train_samples, config).most_common()
+    shapes = planned_shapes(lengths, plan, config).most_common()
     shown = ", ".join(f"{shape} (x{times})" for shape, times in shapes[:6])
     more = f" and {len(shapes) - 6} more" if len(shapes) > 6 else ""
     form = f"{config.packing}, {len(plan):,} micro-batches an epoch, shapes: {shown}{more}"
-    flat = config.packing == "multipack" or config.padding_free
-    return form + (f", fill {fill(lengths, plan, config.granularity):.1%}" if flat else "")
+    return form + (f", fill {fill(lengths, plan, config.granularity):.1%}" if config.is_flat else "")
 
 
 def _describe(report: SplitReport) -> str:

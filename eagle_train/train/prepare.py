@@ -85,9 +85,8 @@ def prepare(config: TrainConfig) -> Prepared:
         if not path.is_file():
             found = "is not a file" if path.exists() else "does not exist"
             raise InputError(f"{path} {found}; --data and --eval_data name JSONL files")
-    aux_layer_ids = _three(config.aux_layer_ids)
     target_config = read_target_config(target_name, config.trust_remote_code)
-    resolve_aux_layer_ids(target_config.num_hidden_layers, aux_layer_ids)
+    aux_layer_ids = resolve_aux_layer_ids(target_config.num_hidden_layers, config.aux_layer_ids)
     check_rope(target_config, config.training_seq_len)
     device = choose_device(config.device)
     tokenizer = load_tokenizer(target_name, config)
@@ -304,11 +303,3 @@ def answer_token_counts(samples: list[Sample], vocab_size: int) -> tuple[np.ndar
             following, remaining = following[:-1], remaining[:-1]
         closing += np.bincount(following[remaining == 1], minlength=vocab_size)
     return counts, np.flatnonzero(closing * 10 >= max(closing.sum(), 1)).tolist()
-
-
-def _three(aux_layer_ids: tuple[int, ...] | None) -> tuple[int, int, int] | None:
-    if aux_layer_ids is None:
-        return None
-    if len(aux_layer_ids) != 3:
-        raise InputError(f"--aux_layer_ids names {len(aux_layer_ids)} layers; EAGLE-3 fuses three")
-    return (aux_layer_ids[0], aux_layer_ids[1], aux_layer_ids[2])

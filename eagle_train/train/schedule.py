@@ -37,19 +37,20 @@ def steps_per_epoch(plan: Plan, accumulation_steps: int) -> int:
 
 def total_steps(samples: Sequence[Sample], config: TrainConfig) -> int:
     """--max_steps, or what --num_epochs comes to. The number of packs does not depend on the shuffle."""
+    if config.max_steps is not None:
+        return config.max_steps
     plan = plan_epoch([len(sample) for sample in samples], config, epoch=0)
-    return config.max_steps or config.num_epochs * steps_per_epoch(plan, config.accumulation_steps)
+    return config.num_epochs * steps_per_epoch(plan, config.accumulation_steps)
 
 
-def planned_shapes(samples: Sequence[Sample], config: TrainConfig) -> Counter[str]:
-    """How often each micro-batch shape occurs in the first epoch."""
-    lengths = [len(sample) for sample in samples]
+def planned_shapes(lengths: Sequence[int], plan: Plan, config: TrainConfig) -> Counter[str]:
+    """How often each micro-batch shape occurs in a plan."""
     shapes: Counter[str] = Counter()
-    for pack in plan_epoch(lengths, config, epoch=0):
-        if config.packing == "none" and not config.padding_free:
-            shapes[f"{len(pack)}x{round_up(max(lengths[i] for i in pack), config.granularity)}"] += 1
-        else:
+    for pack in plan:
+        if config.is_flat:
             shapes[str(round_up(sum(lengths[i] for i in pack), config.granularity))] += 1
+        else:
+            shapes[f"{len(pack)}x{round_up(max(lengths[i] for i in pack), config.granularity)}"] += 1
     return shapes
 
 
@@ -58,7 +59,7 @@ def windows(
 ) -> Iterator[list[PackedBatch]]:
     """The micro-batches of optimizer steps first_step..last_step - 1, one list a step."""
     lengths = [len(sample) for sample in samples]
-    collator = BucketingCollator(config.granularity, config.packing == "multipack" or config.padding_free)
+    collator = BucketingCollator(config.granularity, config.is_flat)
     step = 0
     for epoch in count():
         plan = plan_epoch(lengths, config, epoch)
