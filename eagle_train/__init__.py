@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from eagle_train.batch import PackedBatch
     from eagle_train.config import TrainConfig
     from eagle_train.data.collator import BucketingCollator
+    from eagle_train.data.loader import MultipackSampler
     from eagle_train.data.loading import load_samples
     from eagle_train.data.samples import Sample
     from eagle_train.errors import InputError
@@ -23,6 +24,7 @@ __all__ = [
     "BucketingCollator",
     "Eagle3DraftHead",
     "InputError",
+    "MultipackSampler",
     "PackedBatch",
     "Sample",
     "TrainConfig",
@@ -37,6 +39,7 @@ _HOMES = {
     "BucketingCollator": "eagle_train.data.collator",
     "Eagle3DraftHead": "eagle_train.model.eagle3",
     "InputError": "eagle_train.errors",
+    "MultipackSampler": "eagle_train.data.loader",
     "PackedBatch": "eagle_train.batch",
     "Sample": "eagle_train.data.samples",
     "TrainConfig": "eagle_train.config",

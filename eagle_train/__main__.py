@@ -1,15 +1,20 @@
-"""python -m eagle_train [train] [flags]: `train` when the first word is a flag."""
+"""python -m eagle_train [train|plan] [flags]: `train` when the first word is a flag."""
 
 import sys
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 
 from eagle_train.errors import InputError
 
-COMMANDS = ("train",)
+COMMANDS = ("train", "plan")
 TRAIN_DESCRIPTION = (
     "Train an EAGLE-3 draft head. Without --target, --data and --config: the bundled demo, under the options "
     "of eagle_train/demo/config.yaml."
+)
+PLAN_DESCRIPTION = (
+    "Plan an epoch without training, to see steps, fill, balance and shapes of every packing mode (or of the "
+    "one that --packing names). Takes the flags of train, so that `plan` can be put before a training's own."
 )
 DEMO_CONFIG = Path(__file__).parent / "demo" / "config.yaml"
 
@@ -20,14 +25,7 @@ def main(args: Sequence[str]) -> int:
     try:
         if command not in COMMANDS:
             raise InputError(f"unknown command {command!r}; the commands are: {', '.join(COMMANDS)}")
-        # Imported here so that --help and mistakes in flags answer before PyTorch is loaded.
-        from eagle_train.config import TrainConfig
-        from eagle_train.flags import parse
-
-        config = parse(TrainConfig, with_demo_config(rest), command="train", description=TRAIN_DESCRIPTION)
-        from eagle_train.train.loop import train
-
-        train(config)
+        (run_train if command == "train" else run_plan)(with_demo_config(rest))
     except InputError as error:
         print(f"eagle_train: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
@@ -37,14 +35,37 @@ def main(args: Sequence[str]) -> int:
     return 0
 
 
+def run_train(args: Sequence[str]) -> None:
+    # Imported here, as below, so that --help and mistakes in flags answer before PyTorch is loaded.
+    from eagle_train.config import TrainConfig
+    from eagle_train.flags import parse
+
+    config = parse(TrainConfig, args, command="train", description=TRAIN_DESCRIPTION)
+    from eagle_train.train.loop import train
+
+    train(config)
+
+
+def run_plan(args: Sequence[str]) -> None:
+    from eagle_train.config import PlanConfig, TrainConfig
+    from eagle_train.flags import parse_two
+
+    options, config = parse_two(PlanConfig, TrainConfig, args, command="plan", description=PLAN_DESCRIPTION)
+    from eagle_train.train.plan import plan
+
+    plan(options, config, compare=not any(flag.split("=")[0] == "--packing" for flag in args))
+
+
 def with_demo_config(args: Sequence[str]) -> list[str]:
     """The demo's own options under the given flags, unless these name a target, data or a config."""
     named = {flag.split("=")[0] for flag in args}
-    if named & {"--target", "--data", "--config"}:
+    if named & {"--target", "--data", "--config", "--mock_data", "--mock_target", "--lengths"}:
         return list(args)
-    # The demo counts steps; a user who counts epochs means it.
-    steps = ["--max_steps", "none"] if "--num_epochs" in named else []
-    return ["--config", str(DEMO_CONFIG), *steps, *args]
+    # The demo counts steps and fills rows; a user who counts epochs, or packs none, means it.
+    aside = ["--max_steps", "none"] if "--num_epochs" in named else []
+    unpacked = "--packing=none" in args or ("--packing", "none") in pairwise(args)
+    aside += ["--tokens_per_row", "none"] if unpacked else []
+    return ["--config", str(DEMO_CONFIG), *aside, *args]
 
 
 if __name__ == "__main__":

@@ -15,6 +15,9 @@ import yaml
 from eagle_train.errors import InputError
 from eagle_train.files import write_atomically
 
+ISOLATED = "isolated"  # --attn_implementation that keeps the documents of a row apart
+PACKINGS = ("multipack", "multipack_v1", "multipack_v2", "next_fit", "none")
+MOCK_OPTIONS = ("mock_num_samples", "mock_len", "mock_loss_share", "mock_target")
 # Options that count something: each is at least 1 where it is set.
 COUNTS = (
     "training_seq_len",
@@ -22,6 +25,9 @@ COUNTS = (
     "batch_size",
     "accumulation_steps",
     "tokens_per_row",
+    "tokens_per_step",
+    "effective_batch_size",
+    "mock_num_samples",
     "ttt_steps",
     "num_epochs",
     "max_steps",
@@ -53,6 +59,12 @@ class TrainConfig:
         ("auto", "float32", "bfloat16"),
     )
     device: str = option("auto", "target", "torch device; auto: cuda if present, else cpu")
+    attn_implementation: str = option(
+        ISOLATED,
+        "target",
+        "the target's attention; isolated: our own, which keeps the documents of a row apart; others are "
+        "transformers' (eager, sdpa, flash_attention_2), for --packing none --padding_free false",
+    )
     trust_remote_code: bool = option(False, "target", "run model code that the target's repository ships")
     chat_template: str | None = option(None, "target", "file with a chat template; none: the tokenizer's own")
     template_options: tuple[str, ...] = option(
@@ -82,20 +94,48 @@ class TrainConfig:
         ("truncate", "drop", "error"),
     )
 
+    mock_data: bool = option(False, "mock data", "train on random tokens, to measure speed without data")
+    mock_num_samples: int | None = option(
+        None, "mock data", "samples; none: 1,000, or as many as the file of --mock_len has"
+    )
+    mock_len: str | None = option(
+        None,
+        "mock data",
+        "N, uniform:a:b, lognormal:mean:max or a file of lengths; none: lognormal:1000:4096 (tokens)",
+    )
+    mock_loss_share: float | None = option(
+        None, "mock data", "share of a sample's tokens that is its answer; none: 0.5, 0..1"
+    )
+    mock_target: str | None = option(
+        None, "mock data", "hidden,layers,vocab: random features in place of a target's forward pass"
+    )
+
     training_seq_len: int = option(4096, "batches", "longest document, and capacity of a packed row (tokens)")
     bucket_granularity: int | None = option(
         None, "batches", "batch lengths are multiples of this; none: min(1024, training_seq_len) (tokens)"
     )
     packing: str = option(
-        "multipack", "batches", "fill rows with whole samples, or batch them", ("multipack", "none")
+        "multipack",
+        "batches",
+        "fill rows with whole samples, or batch them (none); v1, v2 and next_fit are there to be compared "
+        "with (v1 and v2 drop the tail of an epoch)",
+        PACKINGS,
     )
     padding_free: bool = option(
-        True, "batches", "with --packing none: lay samples flat instead of in padded rows"
+        True, "batches", "lay samples flat, end to end; false, with --packing none: in padded rows"
     )
     batch_size: int = option(8, "batches", "with --packing none: samples per micro-batch")
-    accumulation_steps: int = option(1, "batches", "micro-batches per optimizer step")
     tokens_per_row: int | None = option(
-        None, "batches", "with multipack: fill rows only so far; none: --training_seq_len (tokens)"
+        None, "batches", "packed rows are filled only so far; none: --training_seq_len (tokens)"
+    )
+    accumulation_steps: int | None = option(
+        None, "batches", "micro-batches per optimizer step; none: 1, or what the next two ask for"
+    )
+    tokens_per_step: int | None = option(
+        None, "batches", "global batch: slots per optimizer step over all ranks (tokens)"
+    )
+    effective_batch_size: int | None = option(
+        None, "batches", "the same in samples of mean length, so about this many per optimizer step"
     )
 
     ttt_steps: int = option(7, "draft head", "K, length of the training-time-test unroll (steps)")
@@ -129,17 +169,15 @@ class TrainConfig:
     log_every: int = option(10, "run", "optimizer steps between lines in metrics.jsonl")
     resume: bool = option(False, "run", "go on from the state in --output_dir")
     overwrite: bool = option(False, "run", "replace the run in --output_dir")
+    ema_alpha: float = option(
+        0.9, "run", "weight of the past in the moving averages of speed and time, 0 or more and below 1"
+    )
     num_threads: int | None = option(None, "run", "CPU threads; none: PyTorch's choice")
 
     @property
     def granularity(self) -> int:
         """--bucket_granularity, or its default min(1024, training_seq_len), in tokens."""
         return self.bucket_granularity or min(1024, self.training_seq_len)
-
-    @property
-    def is_flat(self) -> bool:
-        """Whether documents lie end to end on one row, and not each on a padded row of its own."""
-        return self.packing == "multipack" or self.padding_free
 
     def __post_init__(self) -> None:
         for name in COUNTS:
@@ -149,7 +187,7 @@ class TrainConfig:
         for name in ("warmup_ratio", "min_lr_ratio", "eval_fraction"):
             if not 0 <= getattr(self, name) <= 1:
                 raise InputError(f"--{name} is {getattr(self, name)}; it must lie between 0 and 1")
-        for name in ("adam_beta1", "adam_beta2"):
+        for name in ("adam_beta1", "adam_beta2", "ema_alpha"):
             if not 0 <= getattr(self, name) < 1:
                 raise InputError(f"--{name} is {getattr(self, name)}; it must be at least 0 and below 1")
         for name in ("learning_rate", "max_grad_norm", "step_decay"):
@@ -167,16 +205,57 @@ class TrainConfig:
                 f"--training_seq_len {self.training_seq_len} is not a multiple of --bucket_granularity "
                 f"{self.granularity}; use {nearest}, or a granularity that divides it"
             )
+        self._check_batches()
+        self._check_mock()
         if self.resume and self.overwrite:
             raise InputError("--resume and --overwrite exclude each other; drop one")
-        if self.target is None and self.data:
-            raise InputError("--data is named without --target; name the model that these answers come from")
         if self.eval_data and not self.data:
             raise InputError("--eval_data is named without --data; name the files to train on as well")
-        if self.target not in (None, "demo") and not self.data:
-            raise InputError("--target is named without --data; name one or more JSONL files")
         self.parsed_template_options()
         self.parsed_role_map()
+
+    def _check_batches(self) -> None:
+        if self.packing != "none" and not self.padding_free:
+            raise InputError(
+                f"--packing {self.packing} lays documents end to end, --padding_free false does not; drop "
+                "--padding_free, or use --packing none"
+            )
+        if self.padding_free and self.attn_implementation != ISOLATED:
+            raise InputError(
+                f"--attn_implementation {self.attn_implementation} cannot keep the documents of a row apart; "
+                "drop it, or use --packing none --padding_free false"
+            )
+        if self.packing == "none" and self.tokens_per_row:
+            raise InputError(
+                f"--tokens_per_row is {self.tokens_per_row}, but --packing none fills no rows; drop one"
+            )
+        named = [
+            f"--{name}"
+            for name in ("accumulation_steps", "tokens_per_step", "effective_batch_size")
+            if getattr(self, name) is not None
+        ]
+        if len(named) > 1:
+            raise InputError(f"{' and '.join(named)} all say how large the global batch is; keep one")
+
+    def _check_mock(self) -> None:
+        named = [f"--{name}" for name in MOCK_OPTIONS if getattr(self, name) is not None]
+        if named and not self.mock_data:
+            raise InputError(f"{named[0]} is named without --mock_data; add it, or drop {named[0]}")
+        if self.mock_data and self.data:
+            raise InputError("--mock_data and --data exclude each other; drop one")
+        if self.mock_target and self.target:
+            raise InputError("--mock_target and --target exclude each other; drop one")
+        if self.mock_loss_share is not None and not 0 < self.mock_loss_share <= 1:
+            raise InputError(
+                f"--mock_loss_share is {self.mock_loss_share}; it must lie above 0 and be at most 1"
+            )
+
+    def check_sources(self) -> None:
+        """What training needs beside data: a target, and data for it. (A plan needs none.)"""
+        if self.target is None and self.data:
+            raise InputError("--data is named without --target; name the model that these answers come from")
+        if self.target not in (None, "demo") and not (self.data or self.mock_data):
+            raise InputError("--target is named without --data; name one or more JSONL files")
 
     def parsed_template_options(self) -> dict[str, Any]:
         """--template_options as a mapping; values are read as YAML, so that false is a bool."""
@@ -202,6 +281,24 @@ class TrainConfig:
         """Write all values, so that `--config PATH` repeats the run."""
         text = yaml.safe_dump(self.to_dict(), sort_keys=False)
         write_atomically(path, lambda temporary: temporary.write_text(text))
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanConfig:
+    """Options that `python -m eagle_train plan` has beside those of a training run."""
+
+    lengths: str | None = option(
+        None, "plan", "file of lengths in place of data: .npy, or text with one a line (tokens)"
+    )
+    world_size: int = option(1, "plan", "ranks that share each step")
+    out: str | None = option(
+        None, "plan", "JSONL file for the plan itself: step, rank, samples, tokens and bucket a line"
+    )
+    json: bool = option(False, "plan", "print the figures as JSON instead of as tables")
+
+    def __post_init__(self) -> None:
+        if self.world_size < 1:
+            raise InputError(f"--world_size is {self.world_size}; it must be at least 1")
 
 
 def _pairs(name: str, texts: Sequence[str]) -> list[tuple[str, str]]:

@@ -18,6 +18,8 @@ import yaml
 from eagle_train.errors import InputError
 
 Config = TypeVar("Config")
+Other = TypeVar("Other")
+Fields = tuple["dataclasses.Field[Any]", ...]
 
 
 def parse(cls: type[Config], args: Sequence[str], *, command: str, description: str) -> Config:
@@ -26,15 +28,30 @@ def parse(cls: type[Config], args: Sequence[str], *, command: str, description: 
     Raises InputError for an unknown flag or key, naming the nearest known one, and for a value of another
     type.
     """
-    flags = vars(_parser(cls, command, description).parse_args(list(args)))
+    return cls(**_read(_fields(cls), args, command, description))
+
+
+def parse_two(
+    first: type[Config], second: type[Other], args: Sequence[str], *, command: str, description: str
+) -> tuple[Config, Other]:
+    """As `parse`, where a command has options of its own beside those of another one."""
+    own = {f.name for f in _fields(first)}
+    values = _read((*_fields(first), *_fields(second)), args, command, description)
+    return (
+        first(**{name: value for name, value in values.items() if name in own}),
+        second(**{name: value for name, value in values.items() if name not in own}),
+    )
+
+
+def _read(fields: Fields, args: Sequence[str], command: str, description: str) -> dict[str, Any]:
+    flags = vars(_parser(fields, command, description).parse_args(list(args)))
     config_path = flags.pop("config", None)
-    values = _read_yaml(cls, Path(config_path)) if config_path else {}
+    values = _read_yaml(fields, Path(config_path)) if config_path else {}
     # argparse gives lists; tuples keep the dataclass immutable.
-    values |= {key: tuple(value) if isinstance(value, list) else value for key, value in flags.items()}
-    return cls(**values)
+    return values | {key: tuple(value) if isinstance(value, list) else value for key, value in flags.items()}
 
 
-def _read_yaml(cls: type[Config], path: Path) -> dict[str, Any]:
+def _read_yaml(known: Fields, path: Path) -> dict[str, Any]:
     try:
         values = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -43,7 +60,7 @@ def _read_yaml(cls: type[Config], path: Path) -> dict[str, Any]:
         raise InputError(f"--config {path} is not YAML: {' '.join(str(error).split())}") from error
     if not isinstance(values, dict):
         raise InputError(f"--config {path} holds {type(values).__name__}; it must hold `key: value` lines")
-    fields = {f.name: f for f in _fields(cls)}
+    fields = {f.name: f for f in known}
     for key, value in values.items():
         if key not in fields:
             raise InputError(f"{path}: unknown key {key!r}{_nearest(str(key), fields)}")
@@ -77,7 +94,7 @@ def _number(value: Any) -> Any:
         return value
 
 
-def _fields(cls: type[Any]) -> tuple["dataclasses.Field[Any]", ...]:
+def _fields(cls: type[Any]) -> Fields:
     return dataclasses.fields(cls)
 
 
@@ -124,7 +141,7 @@ def _nearest(name: str, known: Iterable[str]) -> str:
     return f"; did you mean {matches[0]}" if matches else ""
 
 
-def _parser(cls: type[Config], command: str, description: str) -> argparse.ArgumentParser:
+def _parser(fields: Fields, command: str, description: str) -> argparse.ArgumentParser:
     parser = _Parser(
         prog=f"python -m eagle_train {command}",
         description=description,
@@ -134,7 +151,7 @@ def _parser(cls: type[Config], command: str, description: str) -> argparse.Argum
     )
     parser.add_argument("--config", metavar="FILE", help="YAML file with the same keys; flags win")
     groups: dict[str, Any] = {}
-    for f in _fields(cls):
+    for f in fields:
         base, many, optional = _shape(f.type)
         name = f.metadata["group"]
         if name not in groups:

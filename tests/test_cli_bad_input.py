@@ -125,7 +125,7 @@ YAML_FAULTS = {
     "a number for a truth value": ("padding_free: 1\n", ("padding_free is 1", "type bool")),
     "a list for one value": ("target: [a, b]\n", ("target is ['a', 'b']", "type str")),
     "nothing for a needed value": ("training_seq_len: null\n", ("training_seq_len is None", "type int")),
-    "an unknown choice": ("packing: tight\n", ("packing is 'tight'", "multipack, none")),
+    "an unknown choice": ("packing: tight\n", ("packing is 'tight'", "multipack, multipack_v1")),
     "a list instead of keys": ("- a\n", ("holds list", "key: value")),
     "no YAML at all": ("a: [\n", ("not YAML",)),
     "bytes that are no text": (b"\xff\xfe\x00", ("not YAML",)),

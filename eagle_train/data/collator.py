@@ -54,15 +54,17 @@ class BucketingCollator:
         if self.bucket_granularity < 1:
             raise InputError(f"bucket_granularity is {self.bucket_granularity}; it must be at least 1 token")
 
-    def __call__(self, features: Sequence[Feature]) -> PackedBatch:
+    def __call__(self, features: Sequence[Feature], bucket_len: int = 0) -> PackedBatch:
+        """bucket_len: slots that a row has at least, so that ranks with unlike packs compute one shape."""
         samples = [as_sample(feature, position) for position, feature in enumerate(features)]
         lengths = [len(sample) for sample in samples]
         longest = max(lengths, default=0)
         if self.padding_free:
-            num_rows, row_len = 1, round_up(sum(lengths), self.bucket_granularity)
+            num_rows, row_len = 1, round_up(max(sum(lengths), bucket_len), self.bucket_granularity)
             starts = np.cumsum([0, *lengths[:-1]]) if lengths else np.zeros(0, dtype=np.int64)
         else:
-            num_rows, row_len = max(len(samples), 1), round_up(longest, self.bucket_granularity)
+            num_rows = max(len(samples), 1)
+            row_len = round_up(max(longest, bucket_len), self.bucket_granularity)
             starts = np.arange(len(samples)) * row_len
         return self._lay_out(samples, [int(start) for start in starts], num_rows, row_len)
 

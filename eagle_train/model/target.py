@@ -4,9 +4,8 @@ Shapes: T rows, R chosen rows, H hidden, V vocabulary.
 """
 
 from contextlib import nullcontext
-from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +19,29 @@ from eagle_train.model.attention import DocumentLayout
 from eagle_train.model.eagle3 import Eagle3Config
 from eagle_train.model.target_attention import check_target as check_family
 from eagle_train.model.target_attention import document_layout, register_target_attention
+
+
+class Target(Protocol):
+    """What training and the objective ask of a target: a `FrozenTarget`, or a `MockTarget` in its place."""
+
+    @property
+    def model(self) -> Any: ...
+    @property
+    def config(self) -> Any: ...
+    @property
+    def lm_head(self) -> Any: ...
+    @property
+    def aux_layer_ids(self) -> tuple[int, int, int]: ...
+    @property
+    def device(self) -> torch.device: ...
+    @property
+    def dtype(self) -> torch.dtype: ...
+    @property
+    def vocab_size(self) -> int: ...
+    def embed(self, token_ids_T: Tensor) -> Tensor: ...
+    def features(self, batch: PackedBatch) -> TargetFeatures: ...
+    def logits(self, final_hidden_RH: Tensor) -> Tensor: ...
+    def final_norm_weight(self) -> Tensor: ...
 
 
 class FrozenTarget:
@@ -51,6 +73,11 @@ class FrozenTarget:
         return self.embedding_VH.dtype
 
     @property
+    def isolates_documents(self) -> bool:
+        """Whether the documents of a packed row cannot read each other."""
+        return self.model.config._attn_implementation == register_target_attention()
+
+    @property
     def vocab_size(self) -> int:
         """Rows of the output head, V."""
         return self.lm_head.weight.shape[0]
@@ -70,6 +97,11 @@ class FrozenTarget:
             for layer_id in self.aux_layer_ids
         ]
         layout = DocumentLayout(batch.cu_seqlens, batch.offsets, batch.max_seqlen)
+        if not self.isolates_documents and len(batch.sources) > batch.num_rows:
+            raise InputError(
+                f"{type(self.model).__name__} was loaded with an attention that reads across documents on "
+                "one row; give it padded rows of one document (padding_free=False), or load it with our own"
+            )
         # Padded rows are plain causal rows: their padding lies behind the real tokens, which never see it.
         try:
             with document_layout(layout) if batch.num_rows == 1 else nullcontext():
@@ -120,26 +152,29 @@ def load_target(
     device: torch.device,
     aux_layer_ids: tuple[int, int, int] | None = None,
     trust_remote_code: bool = False,
+    attn_implementation: str | None = None,
 ) -> FrozenTarget:
     """Load a Hugging Face id or directory; safetensors only.
 
-    Raises InputError when it cannot be loaded, with the library's own words.
+    attn_implementation: one of transformers' own, which reads padded rows only; None: ours, which keeps the
+    documents of a row apart. Raises InputError when it cannot be loaded, with the library's own words.
     """
     try:
         model, loading = AutoModelForCausalLM.from_pretrained(
             name_or_path,
             dtype=dtype,
-            attn_implementation=register_target_attention(),
+            attn_implementation=attn_implementation or register_target_attention(),
             trust_remote_code=trust_remote_code,
             use_safetensors=True,
             output_loading_info=True,
         )
-    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+    except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError) as error:
         raise _not_loadable(name_or_path, error) from error
     if missing := sorted(loading["missing_keys"]):  # transformers fills them with random numbers
         shown = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
         raise InputError(f"--target {name_or_path} lacks {shown}; its files must hold the whole model")
-    check_family(model)
+    if attn_implementation is None:
+        check_family(model)
     return FrozenTarget(model.to(device), aux_layer_ids)
 
 
@@ -214,9 +249,7 @@ def check_rope(config: Any, training_seq_len: int) -> None:
         )
 
 
-def draft_config(
-    target: FrozenTarget, draft_vocab_size: int, intermediate_size: int | None = None
-) -> Eagle3Config:
+def draft_config(target: Target, draft_vocab_size: int, intermediate_size: int | None = None) -> Eagle3Config:
     """Sizes of the draft layer, read from the target.
 
     A mixture-of-experts config may name one expert's width, so the draft's MLP is at least as wide as the
@@ -242,7 +275,8 @@ def draft_config(
 
 @torch.no_grad()
 def probe_target(target: FrozenTarget) -> None:
-    """Two short documents on one row must give the very logits that the model gives for each alone.
+    """Two short documents in one batch must give the very logits that the model gives for each alone: on one
+    row, or on a padded row each where the target's attention reads across documents.
 
     Raises InputError naming the class when documents read each other, or when the family scales its logits
     in a way that `FrozenTarget.logits` does not know.
@@ -250,27 +284,34 @@ def probe_target(target: FrozenTarget) -> None:
     # float32 differs by summation order only; bf16 rounds each of dozens of layers.
     tolerance = 1e-3 if target.dtype == torch.float32 else 0.06
     generator = torch.Generator().manual_seed(0)
-    lengths = (5, 9)
-    offsets = (0, 5, 14)
+    # A document of 5 tokens and one of 9; padded, the first is followed by 4 slots of padding.
+    offsets: tuple[int, ...] = (0, 5, 14)
+    documents = [slice(0, 5), slice(5, 14)]
+    if not target.isolates_documents:
+        offsets, documents = (0, 5, 9, 18), [slice(0, 5), slice(9, 18)]
     ids = torch.randint(
         0, min(target.vocab_size, len(target.embedding_VH)), (offsets[-1],), generator=generator
     )
-    packed = PackedBatch(
+    position_ids = torch.zeros_like(ids)
+    for rows in documents:
+        position_ids[rows] = torch.arange(rows.stop - rows.start)
+    batch = PackedBatch(
         input_ids=ids,
-        position_ids=torch.cat([torch.arange(length) for length in lengths]),
+        position_ids=position_ids,
         answer_remaining=torch.zeros(len(ids), dtype=torch.int32),
         cu_seqlens=torch.tensor(offsets, dtype=torch.int32),
         offsets=offsets,
-        max_seqlen=max(lengths),
-        num_tokens=len(ids),
-        num_rows=1,
-        sources=(),
+        max_seqlen=9,
+        num_tokens=14,
+        num_rows=1 if target.isolates_documents else 2,
+        sources=("probe", "probe"),
     ).to(target.device)
-    ours = target.logits(target.features(packed).final_hidden).float()
+    logits = target.logits(target.features(batch).final_hidden).float()
+    ours = torch.cat([logits[rows] for rows in documents])
     own = torch.cat(
         [
-            target.model(input_ids=packed.input_ids[None, start:stop], use_cache=False).logits[0].float()
-            for start, stop in pairwise(offsets)
+            target.model(input_ids=batch.input_ids[None, rows], use_cache=False).logits[0].float()
+            for rows in documents
         ]
     )
     difference = ((ours - own).norm() / own.norm()).item()

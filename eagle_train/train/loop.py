@@ -16,6 +16,7 @@ from eagle_train.model.checkpoint import save_draft_head
 from eagle_train.objective.acceptance import AcceptanceTotals
 from eagle_train.objective.bigram import bigram_walk, fit_bigram
 from eagle_train.objective.unroll import UnrolledSums
+from eagle_train.train.distributed import rank_and_world_size, require_agreement
 from eagle_train.train.evaluate import evaluate, micro_batch_sums, walk_lengths
 from eagle_train.train.optim import learning_rate_factor, make_optimizer, peak_learning_rate
 from eagle_train.train.output import (
@@ -27,10 +28,11 @@ from eagle_train.train.output import (
     summary,
     with_saved_choices,
 )
-from eagle_train.train.prepare import Prepared, prepare
+from eagle_train.train.prepare import Prepared, choose_device, prepare
 from eagle_train.train.report import MetricsLog, format_sources, format_validation
-from eagle_train.train.schedule import data_digest, total_steps, windows
+from eagle_train.train.schedule import Schedule, Window, data_digest
 from eagle_train.train.state import RunState, load_state, save_state
+from eagle_train.train.statistics import batch_counts, peak_memory_gib
 
 
 @dataclass(slots=True)
@@ -39,6 +41,8 @@ class Run:
 
     config: TrainConfig
     prepared: Prepared
+    schedule: Schedule
+    rank: int
     optimizer: torch.optim.AdamW
     learning_rate: float
     num_steps: int
@@ -53,22 +57,32 @@ def train(config: TrainConfig) -> Path:
 
     Raises InputError for anything that the user can mend.
     """
+    config.check_sources()
     check_output_dir(config)
     run = start(with_saved_choices(config))
     config = run.config
-    print(header(run.prepared, config, run.num_steps, run.learning_rate))
+    print(header(run.prepared, run.schedule, run.num_steps, run.learning_rate))
     run.log.write("start", run.state.step, report_values(run.prepared))
     if not config.resume:
         validate(run)
         save(run)
-    pending: list[tuple[UnrolledSums, PackedBatch]] = []
+    pending: list[tuple[list[UnrolledSums], Window]] = []
+    left = run.num_steps - run.state.step
+    windows = run.schedule.windows(run.prepared.data.train_samples, run.rank, run.state.position, left)
     with tqdm(
         total=run.num_steps, initial=run.state.step, desc="training", unit="step", dynamic_ncols=True
     ) as bar:
-        for window in windows(run.prepared.train_samples, config, run.state.step, run.num_steps):
-            started = time.perf_counter()
-            pending += train_step(run, window)
-            run.state.seconds += time.perf_counter() - started
+        waited_from = time.perf_counter()
+        for window in windows:
+            arrived = time.perf_counter()
+            pending.append((train_step(run, window.batches), window))
+            run.state.position = window.position
+            run.state.statistics.add(
+                batch_counts(window.batches),
+                seconds=time.perf_counter() - waited_from,
+                data_seconds=arrived - waited_from,
+                alpha=config.ema_alpha,
+            )
             bar.update()
             validation_due = is_due(run, config.eval_every or max(run.num_steps // 5, 1))
             save_due = is_due(run, config.save_every) if config.save_every else validation_due
@@ -80,8 +94,13 @@ def train(config: TrainConfig) -> Path:
                 validate(run)
             if save_due:
                 save(run)
-    print(summary(run.state, run.baseline, run.output_dir, config))
-    run.log.write("end", run.state.step, {"best_step": run.state.best_step, "seconds": run.state.seconds})
+            waited_from = time.perf_counter()
+    memory = peak_memory_gib(run.prepared.target.device)
+    print(summary(run.state, run.baseline, run.output_dir, config, memory))
+    totals = run.state.statistics.totals | run.state.statistics.overall()
+    run.log.write(
+        "end", run.state.step, {"best_step": run.state.best_step, **totals, "peak_memory_gib": memory}
+    )
     return run.output_dir
 
 
@@ -89,10 +108,13 @@ def start(config: TrainConfig) -> Run:
     """Load everything, and the saved state under --resume."""
     if config.num_threads:
         torch.set_num_threads(config.num_threads)
+    rank, world_size = rank_and_world_size(on_cpu=choose_device(config.device).type == "cpu")
+    if world_size > 1:
+        raise InputError(f"{world_size} ranks were launched; training runs in one process so far")
     prepared = prepare(config)
     learning_rate = peak_learning_rate(config, prepared.head.config.hidden_size)
     optimizer = make_optimizer(prepared.head, config, learning_rate)
-    digest = data_digest([*prepared.train_samples, *prepared.heldout_samples])
+    digest = f"{data_digest(prepared.data.train_samples)}-{data_digest(prepared.data.heldout_samples)}"
     state = RunState(data_digest=digest)
     output_dir = Path(config.output_dir)
     log = MetricsLog(output_dir / "metrics.jsonl")
@@ -104,26 +126,35 @@ def start(config: TrainConfig) -> Run:
             )
         log.drop_after(state.step)
     config = resolved(config, prepared, learning_rate)
+    schedule = Schedule(prepared.data.train_lengths, config, world_size)
+    num_steps = schedule.total_steps(state.step, state.position)
+    if config.resume and state.plan_digest != schedule.digest(state.position):
+        raise InputError(
+            f"--resume: the plan of batches differs from that of {output_dir}; resume with the package "
+            "version that it was started with, or start anew"
+        )
+    require_agreement({"data": digest, "plan": schedule.digest(state.position)})
     claim_output_dir(config)
     return Run(
         config=config,
         prepared=prepared,
+        schedule=schedule,
+        rank=rank,
         optimizer=optimizer,
         learning_rate=learning_rate,
-        num_steps=total_steps(prepared.train_samples, config),
+        num_steps=num_steps,
         output_dir=output_dir,
         state=state,
         log=log,
-        baseline=bigram_baseline(prepared, config.ttt_steps),
+        baseline={} if config.mock_data else bigram_baseline(prepared, config.ttt_steps),
     )
 
 
-def train_step(run: Run, window: list[PackedBatch]) -> list[tuple[UnrolledSums, PackedBatch]]:
+def train_step(run: Run, window: list[PackedBatch]) -> list[UnrolledSums]:
     """One optimizer step over a window of micro-batches, normalised by the window's supervised rows."""
     config, state, head = run.config, run.state, run.prepared.head
     counts_K = supervised_counts(window, config.ttt_steps)
     state.step += 1
-    state.tokens += sum(batch.num_tokens for batch in window)
     if counts_K[0] == 0:
         # Nothing to learn from: no weight, no moment and no learning rate moves.
         state.empty_steps += 1
@@ -134,9 +165,9 @@ def train_step(run: Run, window: list[PackedBatch]) -> list[tuple[UnrolledSums, 
     for batch in window:
         batch_sums = micro_batch_sums(head, run.prepared.target, batch, step_weight_K)
         batch_sums.loss.backward()
-        sums.append((replace(batch_sums, loss=batch_sums.loss.detach()), batch))
+        sums.append(replace(batch_sums, loss=batch_sums.loss.detach()))
     grad_norm = torch.nn.utils.clip_grad_norm_(head.parameters(), config.max_grad_norm)
-    stop_if_not_finite(run, sum(float(s.loss) for s, _ in sums) + float(grad_norm), window)
+    stop_if_not_finite(run, sum(float(s.loss) for s in sums) + float(grad_norm), window)
     factor = learning_rate_factor(
         state.step - 1 - state.empty_steps, run.num_steps, config.warmup_ratio, config.min_lr_ratio
     )
@@ -166,7 +197,6 @@ def stop_if_not_finite(run: Run, value: float, window: list[PackedBatch]) -> Non
     failed_step = run.state.step
     run.optimizer.zero_grad(set_to_none=True)
     run.state.step -= 1
-    run.state.tokens -= sum(batch.num_tokens for batch in window)
     save(run)
     sources = format_sources([source for batch in window for source in batch.sources])
     raise InputError(
@@ -176,23 +206,32 @@ def stop_if_not_finite(run: Run, value: float, window: list[PackedBatch]) -> Non
     )
 
 
-def log_training(run: Run, pending: list[tuple[UnrolledSums, PackedBatch]], bar: "tqdm[Any]") -> None:
+def log_training(run: Run, pending: list[tuple[list[UnrolledSums], Window]], bar: "tqdm[Any]") -> None:
     """Figures of the steps since the last log line, on the bar and in metrics.jsonl."""
     ttt_steps = run.config.ttt_steps
     totals = AcceptanceTotals(ttt_steps, walk_lengths(ttt_steps))
-    for sums, batch in pending:
-        totals.add(sums, batch.answer_remaining.numpy())
-    slots = sum(batch.num_slots for _, batch in pending)
+    for sums, window in pending:
+        for batch_sums, batch in zip(sums, window.batches, strict=bool(sums)):
+            totals.add(batch_sums, batch.answer_remaining.numpy())
+    counts = batch_counts([batch for _, window in pending for batch in window.batches])
+    last, statistics = pending[-1][1], run.state.statistics
+    rates = statistics.rates(last.steps_per_epoch, run.config.ema_alpha)
     values = totals.metrics(run.config.step_decay) | {
         "learning_rate": run.optimizer.param_groups[0]["lr"],
-        "tokens": run.state.tokens,
-        "tokens_per_second": run.state.tokens / run.state.seconds,
-        "fill": sum(batch.num_tokens for _, batch in pending) / slots if slots else None,
+        "epoch": last.position.epoch,
+        "total_tokens": statistics.totals["tokens"],
+        "steps": len(pending),
+        **counts,
+        "fill": counts["tokens"] / counts["slots"],
+        "bucket_len": last.batches[-1].bucket_len,
+        "imbalance": sum(window.imbalance for _, window in pending) / len(pending),
+        **rates,
+        "peak_memory_gib": peak_memory_gib(run.prepared.target.device),
         "empty_steps": run.state.empty_steps,
     }
     run.log.write("train", run.state.step, values)
     loss, length = values["loss"], totals.walks[ttt_steps].acceptance_length if totals.walks else None
-    speed = run.state.tokens / run.state.seconds
+    speed = rates["tokens_per_second"] or 0.0
     bar.set_postfix_str(
         f"loss {loss:.3f}, acceptance length {length:.2f}, {speed:,.0f} tokens/s"
         if loss is not None and length is not None
@@ -205,7 +244,7 @@ def validate(run: Run) -> None:
     far.
     """
     config, prepared, state = run.config, run.prepared, run.state
-    if not prepared.heldout_samples:
+    if not prepared.data.heldout_samples:
         keep_head(run)
         return
     prepared.head.eval()
@@ -213,10 +252,12 @@ def validate(run: Run) -> None:
         metrics = evaluate(
             prepared.head,
             prepared.target,
-            prepared.heldout_samples,
+            prepared.data.heldout_samples,
             ttt_steps=config.ttt_steps,
             training_seq_len=config.training_seq_len,
             bucket_granularity=config.granularity,
+            padding_free=config.padding_free,
+            batch_size=config.batch_size,
             step_decay=config.step_decay,
         )
     except InputError as error:
@@ -249,6 +290,7 @@ def keep_head(run: Run) -> None:
 
 def save(run: Run) -> None:
     """Write the state that --resume goes on from."""
+    run.state.plan_digest = run.schedule.digest(run.state.position)
     save_state(run.output_dir / "state", run.state, run.prepared.head, run.optimizer)
 
 
@@ -259,8 +301,8 @@ def is_due(run: Run, every: int) -> bool:
 
 def bigram_baseline(prepared: Prepared, ttt_steps: int) -> dict[str, float | None]:
     """Acceptance length of a bigram drafter, counted on the training answers, over the held-out ones."""
-    train_documents = [(s.input_ids, s.answer_remaining) for s in prepared.train_samples]
-    heldout_documents = [(s.input_ids, s.answer_remaining) for s in prepared.heldout_samples]
+    train_documents = [(s.input_ids, s.answer_remaining) for s in prepared.data.train_samples]
+    heldout_documents = [(s.input_ids, s.answer_remaining) for s in prepared.data.heldout_samples]
     table = fit_bigram(train_documents, prepared.target.vocab_size)
     return {
         str(n): bigram_walk(table, heldout_documents, n).acceptance_length for n in walk_lengths(ttt_steps)

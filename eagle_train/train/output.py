@@ -9,17 +9,18 @@ from typing import Any
 import yaml
 
 from eagle_train.config import TrainConfig
-from eagle_train.data.packing import fill
+from eagle_train.data.plan_figures import plan_figures
 from eagle_train.errors import InputError
-from eagle_train.train.prepare import DEMO, DEMO_NAME, Prepared, SplitReport
-from eagle_train.train.report import format_facts, format_figure
-from eagle_train.train.schedule import plan_epoch, planned_shapes
+from eagle_train.train.prepare import DEMO_NAME, Prepared
+from eagle_train.train.report import format_facts, format_figure, format_shapes
+from eagle_train.train.schedule import Schedule
+from eagle_train.train.splits import DEMO, SplitReport
 from eagle_train.train.state import RunState
 
 # Options that may differ between a run and its resumption; all others change what is computed.
 FREE_ON_RESUME = {
     "resume", "overwrite", "output_dir", "device", "num_threads", "log_every", "eval_every", "save_every",
-    "max_steps", "num_epochs", "learning_rate", "dtype",
+    "max_steps", "num_epochs", "learning_rate", "dtype", "ema_alpha",
 }  # fmt: skip
 # Derived anew on every start: where the run goes on, and how far.
 NOT_TAKEN_OVER = {"device", "max_steps", "eval_every", "save_every", "num_threads"}
@@ -128,17 +129,17 @@ def _check_same_options(config: TrainConfig, path: Path) -> None:
         )
 
 
-def header(prepared: Prepared, config: TrainConfig, num_steps: int, learning_rate: float) -> str:
+def header(prepared: Prepared, schedule: Schedule, num_steps: int, learning_rate: float) -> str:
     """What is about to be trained on what."""
-    target, head = prepared.target, prepared.head
-    lengths = [len(sample) for sample in prepared.train_samples]
+    target, head, config = prepared.target, prepared.head, schedule.config
+    lengths = schedule.lengths
     num_parameters = sum(p.numel() for p in head.parameters())
-    if not prepared.heldout_samples:
+    if not prepared.data.heldout_samples:
         heldout = "none: nothing is validated, and the last head is kept"
-    elif prepared.heldout_report is None:
-        heldout = f"{len(prepared.heldout_samples):,} samples, split off the training data"
+    elif prepared.data.heldout_report is None:
+        heldout = f"{len(prepared.data.heldout_samples):,} samples, split off the training data"
     else:
-        heldout = f"{len(prepared.heldout_samples):,} samples{_describe(prepared.heldout_report)}"
+        heldout = f"{len(prepared.data.heldout_samples):,} samples{_describe(prepared.data.heldout_report)}"
     facts = {
         "target": f"{prepared.target_name} ({type(target.model).__name__}, {target.config.num_hidden_layers} "
         f"layers, hidden {target.config.hidden_size}, {target.dtype} on {target.device})".replace(
@@ -148,27 +149,33 @@ def header(prepared: Prepared, config: TrainConfig, num_steps: int, learning_rat
         f"aux layers {', '.join(map(str, target.aux_layer_ids))}",
         "draft vocabulary": f"{head.config.draft_vocab_size:,} of {head.config.vocab_size:,} tokens, "
         f"covers {prepared.draft_vocab_coverage:.2%} of the supervised tokens",
-        "training data": f"{len(lengths):,} samples, {sum(lengths):,} tokens, "
-        f"mean length {sum(lengths) / len(lengths):.0f}{_describe(prepared.train_report)}",
+        "training data": f"{len(lengths):,} {'mock ' * config.mock_data}samples, {lengths.sum():,} tokens, "
+        f"mean length {lengths.mean():.0f}{_describe(prepared.data.train_report)}",
         "target's own tokens": f"{prepared.own_token_share:.1%} of the first answers' tokens are its arg-max",
         "held-out data": heldout,
-        "batches": _describe_batches(prepared, config),
-        "optimizer": f"{num_steps:,} steps, micro-batches a step: {config.accumulation_steps}, AdamW, "
-        f"peak learning rate {learning_rate:.2g}",
+        "batches": _describe_batches(schedule),
+        "optimizer": f"{num_steps:,} steps, micro-batches a step: {schedule.geometry.accumulation_steps}, "
+        f"AdamW, peak learning rate {learning_rate:.2g}",
         "output": config.output_dir,
     }
+    if schedule.geometry.translation:
+        facts["global batch"] = schedule.geometry.translation
     return format_facts("eagle_train", facts) + _notes(prepared)
 
 
-def _describe_batches(prepared: Prepared, config: TrainConfig) -> str:
+def _describe_batches(schedule: Schedule) -> str:
     """Packing mode and the shapes of the first epoch, the most frequent first."""
-    lengths = [len(sample) for sample in prepared.train_samples]
-    plan = plan_epoch(lengths, config, epoch=0)
-    shapes = planned_shapes(lengths, plan, config).most_common()
-    shown = ", ".join(f"{shape} (x{times})" for shape, times in shapes[:6])
-    more = f" and {len(shapes) - 6} more" if len(shapes) > 6 else ""
-    form = f"{config.packing}, {len(plan):,} micro-batches an epoch, shapes: {shown}{more}"
-    return form + (f", fill {fill(lengths, plan, config.granularity):.1%}" if config.is_flat else "")
+    config = schedule.config
+    figures = plan_figures(schedule.plan(), schedule.lengths, padding_free=config.padding_free)
+    dropped = (
+        f", drops {figures.dropped_samples:,} samples ({figures.dropped_tokens:,} tokens)"
+        if figures.dropped_samples
+        else ""
+    )
+    return (
+        f"{config.packing}{'' if config.padding_free else ', padded'}, {figures.num_steps:,} micro-batches "
+        f"an epoch, shapes: {format_shapes(figures.shapes)}, fill {figures.fill:.1%}{dropped}"
+    )
 
 
 def _describe(report: SplitReport) -> str:
@@ -183,20 +190,28 @@ def _describe(report: SplitReport) -> str:
     ]
     if length.unsupervised_samples:
         parts.append(f"{length.unsupervised_samples:,} without a supervised row left out")
-    if data.rows_refused:
+    if data and data.rows_refused:
         parts.append(f"{data.rows_refused:,} of {data.rows_read:,} rows refused")
-    parts += [f"{times:,} x {kind.replace('_', ' ')}" for kind, times in data.warnings.items()]
+    parts += [
+        f"{times:,} x {kind.replace('_', ' ')}" for kind, times in (data.warnings if data else {}).items()
+    ]
     return "".join(f"; {part}" for part in parts)
 
 
 def _notes(prepared: Prepared) -> str:
     """The first warning of each kind and the first refusals, with file:line."""
-    reports = [report for report in (prepared.train_report, prepared.heldout_report) if report]
-    return "".join(f"\n  note: {message}" for report in reports for message in report.data.messages)
+    reports = [report for report in (prepared.data.train_report, prepared.data.heldout_report) if report]
+    return "".join(
+        f"\n  note: {message}" for report in reports if report.data for message in report.data.messages
+    )
 
 
 def summary(
-    state: RunState, baseline: Mapping[str, float | None], output_dir: Path, config: TrainConfig
+    state: RunState,
+    baseline: Mapping[str, float | None],
+    output_dir: Path,
+    config: TrainConfig,
+    peak_memory_gib: float,
 ) -> str:
     """What came of it, where the head lies and what to do next."""
     target = DEMO / "target" if config.target == DEMO_NAME else config.target
@@ -207,18 +222,29 @@ def summary(
             f"{format_figure(state.best_acceptance_length, 2)} after, at n = {config.ttt_steps} drafted "
             f"tokens (bigram drafter {format_figure(baseline.get(str(config.ttt_steps)), 2)})"
         )
+    totals, rates = state.statistics.totals, state.statistics.overall()
     facts |= {
-        "steps": f"{state.step:,}, {state.tokens:,} tokens in {state.seconds:.0f} s "
-        f"({state.tokens / max(state.seconds, 1e-9):,.0f} tokens/s)",
+        "steps": f"{state.step:,} in {totals.get('seconds', 0):.0f} s; {totals.get('samples', 0):,} samples, "
+        f"{totals.get('tokens', 0):,} tokens, of them {totals.get('supervised_tokens', 0):,} supervised",
+        "per second": f"{rates['samples_per_second']:,.1f} samples, {rates['tokens_per_second']:,.0f} "
+        f"tokens, {rates['supervised_tokens_per_second']:,.0f} supervised tokens, "
+        f"{rates['slots_per_second']:,.0f} slots (fill {rates['fill']:.1%})",
+        "waited for data": f"{rates['data_wait_share']:.1%} of the time",
+        "peak memory": f"{peak_memory_gib:.2f} GiB",
         "best head": f"{output_dir} (of step {state.best_step})"
         if state.best_step is not None
         else f"{output_dir} (the last one; nothing was held out)",
         "figures": f"{output_dir / METRICS}",
-        "serve it": f"vllm serve {target} --speculative-config "
-        f'\'{{"method": "eagle3", "model": "{output_dir}", "num_speculative_tokens": 3}}\'',
-        "look at it": f"EAGLE_TRAIN_HEAD={output_dir.resolve()} "
-        "jupyter notebook scripts/acceptance_rate.ipynb",
     }
+    if config.mock_data:
+        facts["serve it"] = "no: it was trained on random tokens"
+    else:
+        facts |= {
+            "serve it": f"vllm serve {target} --speculative-config "
+            f'\'{{"method": "eagle3", "model": "{output_dir}", "num_speculative_tokens": 3}}\'',
+            "look at it": f"EAGLE_TRAIN_HEAD={output_dir.resolve()} "
+            "jupyter notebook scripts/acceptance_rate.ipynb",
+        }
     if state.empty_steps:
         facts["empty steps"] = f"{state.empty_steps} without a supervised row changed nothing"
     return format_facts("done", facts)
@@ -227,14 +253,15 @@ def summary(
 def report_values(prepared: Prepared) -> dict[str, object]:
     """The header's counts under plain names, for metrics.jsonl."""
     values: dict[str, object] = {
-        "train_samples": len(prepared.train_samples),
-        "train_tokens": sum(map(len, prepared.train_samples)),
-        "heldout_samples": len(prepared.heldout_samples),
+        "train_samples": len(prepared.data.train_lengths),
+        "train_tokens": int(prepared.data.train_lengths.sum()),
+        "train_mean_length": float(prepared.data.train_lengths.mean()),
+        "heldout_samples": len(prepared.data.heldout_samples),
         "draft_vocab_size": prepared.head.config.draft_vocab_size,
         "draft_vocab_coverage": prepared.draft_vocab_coverage,
         "target_own_token_share": prepared.own_token_share,
-        "train_data": asdict(prepared.train_report),
+        "train_data": asdict(prepared.data.train_report),
     }
-    if prepared.heldout_report:
-        values["heldout_data"] = asdict(prepared.heldout_report)
+    if prepared.data.heldout_report:
+        values["heldout_data"] = asdict(prepared.data.heldout_report)
     return values

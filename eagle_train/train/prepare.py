@@ -1,24 +1,23 @@
-"""From a config to what the loop needs: target, draft head, samples. Every data-dependent check is made
-here.
-"""
+"""From a config to what the loop needs: target, draft head, samples."""
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from eagle_train.config import TrainConfig
+from eagle_train.config import ISOLATED, TrainConfig
 from eagle_train.data.collator import BucketingCollator
-from eagle_train.data.loading import DataReport, load_samples
-from eagle_train.data.samples import Sample, truncate
+from eagle_train.data.samples import Sample
 from eagle_train.errors import InputError
 from eagle_train.model.eagle3 import Eagle3DraftHead
+from eagle_train.model.mock_target import MockTarget, parse_mock_target
 from eagle_train.model.target import (
-    FrozenTarget,
+    Target,
     check_rope,
     draft_config,
     load_target,
@@ -28,100 +27,79 @@ from eagle_train.model.target import (
 )
 from eagle_train.model.vocab import choose_draft_vocabulary
 from eagle_train.objective.losses import DEFAULT_CHUNK_ROWS
+from eagle_train.train.splits import DEMO, PreparedData, prepare_data
 
-DEMO = Path(__file__).parents[1] / "demo"  # the bundled target and its conversations
+MOCK_TARGET_NAME = "random features"
 DEMO_NAME = "demo"  # --target under which they go
+MOCK_VOCAB_SAMPLES = 64  # of mock data are counted for the draft vocabulary
 OWN_TOKEN_ROWS = 4096  # tokens on which the share of the target's own ones is taken at start
-
-
-@dataclass(frozen=True, slots=True)
-class LengthReport:
-    """What fitting samples into the length limit did: counts of samples and tokens."""
-
-    limit: int
-    truncated_samples: int
-    truncated_tokens: int
-    dropped_samples: int
-    dropped_tokens: int
-    unsupervised_samples: int
-
-
-@dataclass(frozen=True, slots=True)
-class SplitReport:
-    """How a data split came about."""
-
-    data: DataReport
-    length: LengthReport
 
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
     """Everything that a run trains and validates with."""
 
-    target: FrozenTarget
+    target: Target
     target_name: str
     head: Eagle3DraftHead
-    train_samples: list[Sample]
-    heldout_samples: list[Sample]
-    train_report: SplitReport
-    heldout_report: SplitReport | None  # None: split off the training data
+    data: PreparedData
     draft_vocab_coverage: float
     own_token_share: float
 
 
 def prepare(config: TrainConfig) -> Prepared:
     """Load and check everything; the order puts cheap checks first."""
-    if config.target is None:
+    if config.target is None and not config.mock_data:
         raise InputError(
             "--target is not named; name a model and --data, or run without a --config for the demo"
         )
-    is_demo = config.target == DEMO_NAME
-    target_name = str(DEMO / "target") if is_demo else config.target
-    train_paths = [Path(path) for path in config.data] or [DEMO / "train.jsonl"]
-    eval_paths = [Path(path) for path in config.eval_data] or (
-        [] if config.data else [DEMO / "heldout.jsonl"]
-    )
-    for path in [*train_paths, *eval_paths]:
-        if not path.is_file():
-            found = "is not a file" if path.exists() else "does not exist"
-            raise InputError(f"{path} {found}; --data and --eval_data name JSONL files")
-    target_config = read_target_config(target_name, config.trust_remote_code)
-    aux_layer_ids = resolve_aux_layer_ids(target_config.num_hidden_layers, config.aux_layer_ids)
-    check_rope(target_config, config.training_seq_len)
     device = choose_device(config.device)
-    tokenizer = load_tokenizer(target_name, config)
-    train_samples, train_report = _load_split(
-        train_paths, tokenizer, target_config, config, config.max_samples
-    )
-    heldout_report = None
-    if eval_paths:
-        heldout_samples, heldout_report = _load_split(
-            eval_paths, tokenizer, target_config, config, config.max_eval_samples
-        )
+    is_demo = config.target == DEMO_NAME or (config.target is None and not config.mock_target)
+    name = str(DEMO / "target") if is_demo else config.target or MOCK_TARGET_NAME
+    longest = None
+    if config.mock_target:
+        _, num_layers, vocab_size = parse_mock_target(config.mock_target)
     else:
-        train_samples, heldout_samples = split_off(
-            train_samples, config.eval_fraction, config.seed, config.max_eval_samples
+        target_config = read_target_config(name, config.trust_remote_code)
+        check_rope(target_config, config.training_seq_len)
+        num_layers, vocab_size = target_config.num_hidden_layers, target_config.vocab_size
+        longest = getattr(target_config, "max_position_embeddings", None)
+    aux_layer_ids = resolve_aux_layer_ids(num_layers, config.aux_layer_ids)
+    tokenizer = None if config.mock_data else load_tokenizer(name, config)
+    data = prepare_data(config, tokenizer, vocab_size, longest)
+    target = open_target(name, config, device, aux_layer_ids)
+    head, coverage = make_draft_head(target, tokenizer, data.train_samples, config)
+    return Prepared(
+        target=target,
+        target_name="the bundled demo target" if is_demo else name,
+        head=head,
+        data=data,
+        draft_vocab_coverage=coverage,
+        own_token_share=own_token_share(target, data.train_samples),
+    )
+
+
+def open_target(
+    name: str, config: TrainConfig, device: torch.device, aux_layer_ids: tuple[int, int, int]
+) -> Target:
+    """The target that the options name, checked by a probe, or random features in its place."""
+    dtype = choose_dtype(config.dtype, device)
+    if config.mock_target:
+        hidden_size, num_layers, vocab_size = parse_mock_target(config.mock_target)
+        return MockTarget(
+            hidden_size, num_layers, vocab_size, dtype=dtype, device=device, aux_layer_ids=aux_layer_ids
         )
+    own = config.attn_implementation == ISOLATED
     target = load_target(
-        target_name,
-        dtype=choose_dtype(config.dtype, device),
+        name,
+        dtype=dtype,
         device=device,
         aux_layer_ids=aux_layer_ids,
         trust_remote_code=config.trust_remote_code,
+        attn_implementation=None if own else config.attn_implementation,
     )
     probe_target(target)
-    head, coverage = make_draft_head(target, tokenizer, train_samples, config)
-    return Prepared(
-        target=target,
-        target_name="the bundled demo target" if is_demo else config.target,
-        head=head,
-        train_samples=train_samples,
-        heldout_samples=heldout_samples,
-        train_report=train_report,
-        heldout_report=heldout_report,
-        draft_vocab_coverage=coverage,
-        own_token_share=own_token_share(target, train_samples),
-    )
+    return target
 
 
 def choose_device(name: str) -> torch.device:
@@ -180,88 +158,21 @@ def load_tokenizer(target_name: str, config: TrainConfig) -> PreTrainedTokenizer
     return tokenizer
 
 
-def _load_split(
-    paths: list[Path],
-    tokenizer: PreTrainedTokenizerBase,
-    target_config: Any,
-    config: TrainConfig,
-    max_rows: int | None,
-) -> tuple[list[Sample], SplitReport]:
-    samples, data_report = load_samples(
-        paths,
-        tokenizer,
-        vocab_size=target_config.vocab_size,
-        train_on="last" if config.train_on == "last" else "all",
-        template_options=config.parsed_template_options(),
-        role_map=config.parsed_role_map(),
-        on_bad_row="skip" if config.on_bad_row == "skip" else "error",
-        max_rows=max_rows,
-    )
-    limit = min(
-        config.training_seq_len, getattr(target_config, "max_position_embeddings", config.training_seq_len)
-    )
-    kept, length_report = fit_length(samples, limit, config.overlong)
-    if not kept:
-        raise InputError(
-            f"{', '.join(map(str, paths))}: none of {len(samples)} samples has a supervised row "
-            f"within {limit} tokens (the shortest has {min(map(len, samples))}); raise "
-            "--training_seq_len, or check the data"
-        )
-    return kept, SplitReport(data_report, length_report)
-
-
-def fit_length(samples: list[Sample], limit: int, overlong: str) -> tuple[list[Sample], LengthReport]:
-    """Apply --overlong, then leave out samples in which no row is supervised; everything is counted.
-
-    Raises InputError for an over-long sample under "error".
-    """
-    kept, truncated, dropped = [], [], []
-    unsupervised = 0
-    for sample in samples:
-        if len(sample) > limit:
-            if overlong == "error":
-                raise InputError(
-                    f"{sample.source} has {len(sample)} tokens, the limit is {limit}; raise "
-                    "--training_seq_len or use --overlong truncate or drop"
-                )
-            if overlong == "drop":
-                dropped.append(len(sample))
-                continue
-            truncated.append(len(sample) - limit)
-        fitted = truncate(sample, limit)
-        if fitted.num_supervised_rows:
-            kept.append(fitted)
-        else:
-            unsupervised += 1
-    return kept, LengthReport(limit, len(truncated), sum(truncated), len(dropped), sum(dropped), unsupervised)
-
-
-def split_off(
-    samples: list[Sample], fraction: float, seed: int, most: int | None = None
-) -> tuple[list[Sample], list[Sample]]:
-    """Hold out about `fraction` of the conversations (at least one where there are two, at most `most`).
-
-    Returns (train, held-out).
-
-    Samples of one conversation stay together, so none is trained on and validated with.
-    """
-    sources = list(dict.fromkeys(sample.source for sample in samples))
-    num_heldout = min(max(round(fraction * len(sources)), int(fraction > 0)), len(sources) - 1)
-    num_heldout = num_heldout if most is None else min(num_heldout, most)
-    order = np.random.default_rng([seed, 1]).permutation(len(sources))
-    heldout = {sources[index] for index in order[:num_heldout]}
-    return (
-        [sample for sample in samples if sample.source not in heldout],
-        [sample for sample in samples if sample.source in heldout],
-    )
-
-
 def make_draft_head(
-    target: FrozenTarget, tokenizer: PreTrainedTokenizerBase, samples: list[Sample], config: TrainConfig
+    target: Target,
+    tokenizer: PreTrainedTokenizerBase | None,
+    samples: Sequence[Sample],
+    config: TrainConfig,
 ) -> tuple[Eagle3DraftHead, float]:
     """A fresh head on the target's device, and the share of supervised tokens that its vocabulary covers."""
-    counts, closing_tokens = answer_token_counts(samples, target.vocab_size)
-    always = {*tokenizer.all_special_ids, *closing_tokens}
+    if tokenizer is None:  # mock data, where one token is as good as another
+        counts, closing_tokens = answer_token_counts(
+            list(islice(samples, MOCK_VOCAB_SAMPLES)), target.vocab_size
+        )
+        always = set()
+    else:
+        counts, closing_tokens = answer_token_counts(samples, target.vocab_size)
+        always = {*tokenizer.all_special_ids, *closing_tokens}
     ids, coverage = choose_draft_vocabulary(counts, config.draft_vocab_size, always)
     torch.manual_seed(config.seed)
     head = Eagle3DraftHead(draft_config(target, len(ids), config.draft_intermediate_size)).to(target.device)
@@ -271,7 +182,7 @@ def make_draft_head(
     return head, coverage
 
 
-def own_token_share(target: FrozenTarget, samples: list[Sample]) -> float:
+def own_token_share(target: Target, samples: Sequence[Sample]) -> float:
     """Share of the first samples' supervised tokens that are the target's arg-max: how far the data is its
     own.
     """
@@ -288,7 +199,7 @@ def own_token_share(target: FrozenTarget, samples: list[Sample]) -> float:
     return own / total
 
 
-def answer_token_counts(samples: list[Sample], vocab_size: int) -> tuple[np.ndarray, list[int]]:
+def answer_token_counts(samples: Sequence[Sample], vocab_size: int) -> tuple[np.ndarray, list[int]]:
     """How often each id is an answer token `[V]`, and the ids that close at least one answer in ten.
 
     Closing tokens are found in the data, because a template may end turns with something else than eos.

@@ -53,6 +53,13 @@ def format_figure(value: float | None, digits: int = 3) -> str:
     return "-" if value is None else f"{value:.{digits}f}"
 
 
+def format_shapes(shapes: Mapping[str, int], limit: int = 6) -> str:
+    """Batch shapes and how often each occurs, the most frequent first."""
+    ranked = sorted(shapes.items(), key=lambda item: -item[1])
+    more = f" and {len(ranked) - limit} more" if len(ranked) > limit else ""
+    return ", ".join(f"{shape} (x{times:,})" for shape, times in ranked[:limit]) + more
+
+
 def format_sources(sources: Sequence[str], limit: int = 5) -> str:
     """The first places in data files, and how many more there are."""
     more = f" and {len(sources) - limit} more" if len(sources) > limit else ""

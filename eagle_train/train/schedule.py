@@ -1,93 +1,243 @@
-"""Which batches a run sees, step by step: a function of the config and the step, so that resuming reads no
-data.
+"""Which batches a run sees: a function of the lengths, the options, the number of ranks and the position, so
+that every rank makes it alone and resuming reads no data.
 """
 
 import hashlib
-from collections import Counter
 from collections.abc import Iterator, Sequence
-from itertools import count
+from dataclasses import dataclass, replace
 
 import numpy as np
-from torch.utils.data import DataLoader
 
 from eagle_train.batch import PackedBatch
 from eagle_train.config import TrainConfig
 from eagle_train.data.collator import BucketingCollator, round_up
-from eagle_train.data.packing import Plan, batch_shuffled, pack_best_fit
+from eagle_train.data.loader import PlannedBatches, planned_loader
+from eagle_train.data.mock import MockSamples
+from eagle_train.data.packing import Ints, Plan, plan_batches, plan_multipack
+from eagle_train.data.packing_baselines import plan_multipack_v1, plan_multipack_v2, plan_next_fit
+from eagle_train.data.plan_figures import step_imbalance
 from eagle_train.data.samples import Sample
+from eagle_train.errors import InputError
+
+ROW_PLANNERS = {
+    "multipack": plan_multipack,
+    "multipack_v1": plan_multipack_v1,
+    "multipack_v2": plan_multipack_v2,
+    "next_fit": plan_next_fit,
+}
 
 
-def plan_epoch(lengths: Sequence[int], config: TrainConfig, epoch: int) -> Plan:
-    """The micro-batches of one epoch as sample indices; each sample stands in exactly one."""
-    if config.packing == "multipack":
-        return pack_best_fit(lengths, row_capacity(lengths, config), seed=config.seed, epoch=epoch)
-    return batch_shuffled(len(lengths), config.batch_size, seed=config.seed, epoch=epoch)
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """How large batches are. capacity: tokens of a packed row; accumulation_steps: micro-batches of one rank
+    in an optimizer step; translation: how that came from --tokens_per_step or --effective_batch_size.
+    """
+
+    world_size: int
+    capacity: int
+    accumulation_steps: int
+    translation: str = ""
 
 
-def row_capacity(lengths: Sequence[int], config: TrainConfig) -> int:
-    """Tokens of a multipack row: whole buckets that hold --tokens_per_row and the longest sample."""
-    wanted = min(config.tokens_per_row or config.training_seq_len, config.training_seq_len)
-    return round_up(max(wanted, max(lengths, default=0)), config.granularity)
-
-
-def steps_per_epoch(plan: Plan, accumulation_steps: int) -> int:
-    """Optimizer steps; the last one of an epoch may hold fewer micro-batches."""
-    return -(-len(plan) // accumulation_steps)
-
-
-def total_steps(samples: Sequence[Sample], config: TrainConfig) -> int:
-    """--max_steps, or what --num_epochs comes to. The number of packs does not depend on the shuffle."""
-    if config.max_steps is not None:
-        return config.max_steps
-    plan = plan_epoch([len(sample) for sample in samples], config, epoch=0)
-    return config.num_epochs * steps_per_epoch(plan, config.accumulation_steps)
-
-
-def planned_shapes(lengths: Sequence[int], plan: Plan, config: TrainConfig) -> Counter[str]:
-    """How often each micro-batch shape occurs in a plan."""
-    shapes: Counter[str] = Counter()
-    for pack in plan:
-        if config.is_flat:
-            shapes[str(round_up(sum(lengths[i] for i in pack), config.granularity))] += 1
-        else:
-            shapes[f"{len(pack)}x{round_up(max(lengths[i] for i in pack), config.granularity)}"] += 1
-    return shapes
-
-
-def windows(
-    samples: Sequence[Sample], config: TrainConfig, first_step: int, last_step: int
-) -> Iterator[list[PackedBatch]]:
-    """The micro-batches of optimizer steps first_step..last_step - 1, one list a step."""
-    lengths = [len(sample) for sample in samples]
-    collator = BucketingCollator(config.granularity, config.is_flat)
-    step = 0
-    for epoch in count():
-        plan = plan_epoch(lengths, config, epoch)
-        num_steps = steps_per_epoch(plan, config.accumulation_steps)
-        skipped = min(max(first_step - step, 0), num_steps)
-        step += skipped
-        loader: DataLoader[PackedBatch] = DataLoader(
-            samples,  # type: ignore[arg-type]
-            batch_sampler=plan[skipped * config.accumulation_steps :],
-            collate_fn=collator,
+def batch_geometry(lengths: Ints, config: TrainConfig, world_size: int) -> Geometry:
+    """Rows are whole buckets that hold --tokens_per_row and the longest sample; the global batch is the
+    nearest to what was asked for that such rows, or unpacked micro-batches, come to.
+    """
+    longest = round_up(int(lengths.max(initial=1)), config.granularity)
+    row_limit = round_up(config.tokens_per_row or config.training_seq_len, config.granularity)
+    row_limit = max(min(row_limit, config.training_seq_len), longest)
+    mean = float(lengths.mean()) if len(lengths) else 1.0
+    if config.tokens_per_step is None and config.effective_batch_size is None:
+        return Geometry(world_size, row_limit, config.accumulation_steps or 1)
+    if config.packing == "none":
+        samples = config.effective_batch_size or config.tokens_per_step / mean  # type: ignore[operator]
+        accumulation = max(round(samples / (config.batch_size * world_size)), 1)
+        step = config.batch_size * world_size * accumulation
+        capacity = row_limit
+        came_to = (
+            f"{config.batch_size} samples x {world_size} ranks x {accumulation} micro-batches = {step:,} "
+            f"samples, about {step * mean:,.0f} tokens, a step"
         )
-        window: list[PackedBatch] = []
-        remaining = len(plan) - skipped * config.accumulation_steps
-        for batch in loader:
-            window.append(batch)
-            remaining -= 1
-            if len(window) == config.accumulation_steps or remaining == 0:
-                if step >= last_step:
+    else:
+        tokens = config.tokens_per_step or config.effective_batch_size * mean  # type: ignore[operator]
+        shortest = row_limit if config.tokens_per_row else longest
+        accumulation, capacity = _nearest_rows(tokens / world_size, shortest, row_limit, config.granularity)
+        step = capacity * world_size * accumulation
+        came_to = (
+            f"{capacity:,} slots x {world_size} ranks x {accumulation} micro-batches = {step:,} slots, "
+            f"about {step / mean:,.0f} samples, a step"
+        )
+    asked = "tokens_per_step" if config.tokens_per_step else "effective_batch_size"
+    return Geometry(world_size, capacity, accumulation, f"--{asked} {getattr(config, asked):,} -> {came_to}")
+
+
+def _nearest_rows(tokens: float, shortest: int, longest: int, granularity: int) -> tuple[int, int]:
+    """As few rows of `shortest` to `longest` slots as come nearest to a number of tokens: (rows, slots)."""
+    fewest = max(int(tokens // longest), 1)
+    choices = []
+    for rows in (fewest, fewest + 1):
+        nearest = round(tokens / rows / granularity) * granularity
+        slots = min(max(nearest, shortest), longest)
+        choices.append((abs(rows * slots - tokens), rows, slots))
+    return min(choices)[1:]
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Plan steps of one epoch that were done under one number of ranks and one row size."""
+
+    world_size: int
+    capacity: int
+    steps: int
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """How far a run is in its data: whole epochs, and the segments of the epoch that it is in."""
+
+    epoch: int = 0
+    segments: tuple[Segment, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """One optimizer step of this rank. position: behind it; imbalance: of tokens over ranks, max / mean;
+    steps_per_epoch: optimizer steps of the epoch under the present plan.
+    """
+
+    batches: list[PackedBatch]
+    position: Position
+    imbalance: float
+    steps_per_epoch: int
+
+
+class Schedule:
+    """The plans of a run's epochs.
+
+    Where a run goes on with another number of ranks, the samples that the epoch's earlier segments used are
+    found by making their plans again, and what is left is planned anew: each sample stays once an epoch.
+    """
+
+    def __init__(self, lengths: Sequence[int] | Ints, config: TrainConfig, world_size: int) -> None:
+        self.lengths = np.asarray(lengths, dtype=np.int64)
+        self.config = config
+        self.geometry = batch_geometry(self.lengths, config, world_size)
+        # The plan asked for last, because planning a million samples takes seconds.
+        self._kept: tuple[tuple[int, tuple[Segment, ...], int, int], Plan] | None = None
+
+    def plan(self, epoch: int = 0, earlier: tuple[Segment, ...] = ()) -> Plan:
+        """What is left of an epoch behind some segments; without any, the whole epoch.
+
+        Raises InputError where a planner that drops the tail of an epoch drops everything.
+        """
+        plan = self.epoch_plan(epoch, earlier)
+        if not plan.num_steps and not earlier:
+            raise InputError(
+                f"--packing {self.config.packing} drops all {len(self.lengths)} samples, because they do not "
+                f"fill one step of {self.geometry.world_size} ranks; use --packing multipack"
+            )
+        return plan
+
+    def epoch_plan(self, epoch: int, earlier: tuple[Segment, ...] = ()) -> Plan:
+        """As `plan`, even if it is empty."""
+        return self._segment_plan(epoch, earlier, self.geometry.world_size, self.geometry.capacity)
+
+    def digest(self, position: Position) -> str:
+        """Of the plan that led to a position; another one means other data, options or ranks."""
+        if not position.segments:
+            return self.plan(position.epoch).digest()
+        *earlier, last = position.segments
+        return self._segment_plan(position.epoch, tuple(earlier), last.world_size, last.capacity).digest()
+
+    def _segment_plan(self, epoch: int, earlier: tuple[Segment, ...], world_size: int, capacity: int) -> Plan:
+        asked = (epoch, earlier, world_size, capacity)
+        if self._kept is None or self._kept[0] != asked:
+            left = np.arange(len(self.lengths))
+            for segment in earlier:
+                plan = self._plan_of(left, epoch, segment.world_size, segment.capacity)
+                used = plan.samples[: plan.offsets[segment.steps * segment.world_size]]
+                left = np.setdiff1d(left, used, assume_unique=True)
+            self._kept = (asked, self._plan_of(left, epoch, world_size, capacity))
+        return self._kept[1]
+
+    def _plan_of(self, samples: Ints, epoch: int, world_size: int, capacity: int) -> Plan:
+        lengths, config = self.lengths[samples], self.config
+        if config.packing == "none":
+            plan = plan_batches(
+                lengths,
+                config.batch_size,
+                world_size=world_size,
+                granularity=config.granularity,
+                padding_free=config.padding_free,
+                seed=config.seed,
+                epoch=epoch,
+            )
+        else:
+            plan = ROW_PLANNERS[config.packing](
+                lengths,
+                capacity,
+                world_size=world_size,
+                granularity=config.granularity,
+                seed=config.seed,
+                epoch=epoch,
+            )
+        return replace(plan, samples=samples[plan.samples])
+
+    def _open(self, position: Position) -> tuple[tuple[Segment, ...], int]:
+        """The segments before the present one, and the plan steps of the present one that are done."""
+        *earlier, last = position.segments or (Segment(0, 0, 0),)
+        if (last.world_size, last.capacity) == (self.geometry.world_size, self.geometry.capacity):
+            return tuple(earlier), last.steps
+        return position.segments, 0
+
+    def optimizer_steps(self, plan_steps: int) -> int:
+        """The last one of an epoch may hold fewer micro-batches."""
+        return -(-plan_steps // self.geometry.accumulation_steps)
+
+    def total_steps(self, step: int, position: Position) -> int:
+        """--max_steps, or the steps done and what is left of --num_epochs. Epochs differ by a step or so,
+        so each is planned.
+        """
+        if self.config.max_steps is not None:
+            return self.config.max_steps
+        for epoch in range(position.epoch + 1, self.config.num_epochs):
+            step += self.optimizer_steps(self.plan(epoch).num_steps)
+        if position.epoch < self.config.num_epochs:
+            earlier, done = self._open(position)
+            step += self.optimizer_steps(self.plan(position.epoch, earlier).num_steps - done)
+        return step
+
+    def windows(
+        self, samples: Sequence[Sample], rank: int, position: Position, num_steps: int
+    ) -> Iterator[Window]:
+        """The next `num_steps` optimizer steps of one rank, from `position` on."""
+        collator = BucketingCollator(self.config.granularity, self.config.padding_free)
+        epoch = position.epoch
+        earlier, done = self._open(position)
+        while num_steps > 0:
+            plan = self.plan(epoch, earlier)
+            imbalance = step_imbalance(plan, self.lengths)
+            per_epoch = self.optimizer_steps(plan.num_steps)
+            batches: list[PackedBatch] = []
+            for batch in planned_loader(PlannedBatches(samples, plan, collator, rank), done):
+                batches.append(batch)
+                done += 1
+                if len(batches) < self.geometry.accumulation_steps and done < plan.num_steps:
+                    continue
+                segment = Segment(self.geometry.world_size, self.geometry.capacity, done)
+                behind = Position(epoch, (*earlier, segment))
+                skew = float(imbalance[done - len(batches) : done].mean())
+                yield Window(batches, behind, skew, per_epoch)
+                batches, num_steps = [], num_steps - 1
+                if num_steps == 0:
                     return
-                yield window
-                step += 1
-                window = []
-        if step >= last_step:
-            return
+            epoch, earlier, done = epoch + 1, (), 0
 
 
 def data_digest(samples: Sequence[Sample]) -> str:
     """A digest of the samples' tokens and supervision, to notice that a resumed run reads other data."""
+    if isinstance(samples, MockSamples):
+        return samples.digest
     digest = hashlib.sha256()
     digest.update(np.array([len(sample) for sample in samples], dtype=np.int64).tobytes())
     for sample in samples:

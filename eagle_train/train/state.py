@@ -4,8 +4,9 @@ stands.
 
 import json
 import shutil
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -14,25 +15,36 @@ from torch import nn
 
 from eagle_train.errors import InputError
 from eagle_train.files import write_json
+from eagle_train.train.schedule import Position, Segment
+from eagle_train.train.statistics import Statistics
 
 
 @dataclass(slots=True)
 class RunState:
-    """Progress of a run. step: optimizer steps done; the data order is a function of the config and the step.
+    """Progress of a run. step: optimizer steps done; position: how far these went in the data.
 
-    tokens, seconds: real tokens trained on and time in training steps; empty_steps: steps without a
-    supervised row; first_acceptance_length: of the first validation; best_*: the validation with the longest;
-    data_digest: of the samples, to notice other data.
+    statistics: speed so far; empty_steps: steps without a supervised row; first_acceptance_length: of the
+    first validation; best_*: the validation with the longest; data_digest, plan_digest: of the samples and of
+    the plan behind `position`, to notice other ones.
     """
 
     step: int = 0
-    tokens: int = 0
-    seconds: float = 0.0
+    position: Position = field(default_factory=Position)
+    statistics: Statistics = field(default_factory=Statistics)
     empty_steps: int = 0
     first_acceptance_length: float | None = None
     best_step: int | None = None
     best_acceptance_length: float | None = None
     data_digest: str = ""
+    plan_digest: str = ""
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> "RunState":
+        """Plain values, as `asdict` gives them, back into a state."""
+        position = values.pop("position")
+        segments = tuple(Segment(**segment) for segment in position["segments"])
+        statistics = Statistics(**values.pop("statistics"))
+        return cls(position=Position(position["epoch"], segments), statistics=statistics, **values)
 
 
 def save_state(directory: Path, state: RunState, head: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -72,9 +84,8 @@ def load_state(directory: Path, head: nn.Module, optimizer: torch.optim.Optimize
     try:
         head.load_state_dict(load_file(directory / "weights.safetensors"))
         moments = load_file(directory / "optimizer.safetensors")
-        values = json.loads((directory / "state.json").read_text())
-        state = RunState(**values)
-    except (SafetensorError, RuntimeError, OSError, TypeError, json.JSONDecodeError) as error:
+        state = RunState.from_dict(json.loads((directory / "state.json").read_text()))
+    except (SafetensorError, RuntimeError, OSError, TypeError, KeyError, json.JSONDecodeError) as error:
         reason = " ".join(str(error).split())[:300]
         raise InputError(f"--resume: {directory} cannot be read: {reason}") from error
     for name, parameter in head.named_parameters():

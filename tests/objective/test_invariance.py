@@ -25,8 +25,10 @@ from eagle_train.objective.unroll import UnrolledSums, supervise
 from eagle_train.train.evaluate import evaluate, micro_batch_sums
 from eagle_train.train.loop import Run, step_weights, supervised_counts, train_step
 from eagle_train.train.optim import make_optimizer
-from eagle_train.train.prepare import Prepared, fit_length
+from eagle_train.train.prepare import Prepared
 from eagle_train.train.report import MetricsLog
+from eagle_train.train.schedule import Schedule
+from eagle_train.train.splits import PreparedData, fit_length
 from eagle_train.train.state import RunState
 from tests.documents import (
     Spans,
@@ -183,9 +185,12 @@ def new_run(
 ) -> Run:
     config = TrainConfig(ttt_steps=K, learning_rate=1e-3, output_dir=str(directory), **changes)
     nothing = cast(Any, None)
+    data = PreparedData([], np.zeros(0, dtype=np.int64), [], nothing, None)
     return Run(
         config=config,
-        prepared=Prepared(target, "tiny", head, [], [], nothing, None, 1.0, 1.0),
+        prepared=Prepared(target, "tiny", head, data, 1.0, 1.0),
+        schedule=Schedule([16], config, world_size=1),
+        rank=0,
         optimizer=make_optimizer(head, config, 1e-3),
         learning_rate=1e-3,
         num_steps=num_steps,
@@ -271,7 +276,7 @@ def test_an_unsupervised_micro_batch_of_a_window_adds_exactly_nothing(
     heads = [random_head(target, draft_vocab_size=48) for _ in range(2)]
     for head, window in zip(heads, ([full], [empty, full, empty]), strict=True):
         sums = train_step(new_run(target, head, tmp_path), window)
-        assert [float(s.loss_sum.sum()) > 0 for s, _ in sums] == [batch is full for batch in window]
+        assert [float(s.loss_sum.sum()) > 0 for s in sums] == [batch is full for batch in window]
     assert all(map(torch.equal, heads[0].parameters(), heads[1].parameters()))
 
 
