@@ -29,6 +29,8 @@ class PackedBatch:
     cu_seqlens int32 `[S+1]` and offsets (the same on the host): the documents tile [0, T);
     max_seqlen: the longest document in tokens; num_tokens: slots that hold real tokens;
     num_rows: 1 when documents lie flat, B for the padded B x L form;
+    supervised_len: rows that steps 1, 2, ... compute: those supervised at step 0, rounded up to the bucket
+    granularity; one for all ranks of a step. 0: just the supervised ones;
     sources: "file:line" of each real document, in order, for messages.
     """
 
@@ -41,6 +43,7 @@ class PackedBatch:
     num_tokens: int
     num_rows: int
     sources: tuple[str, ...]
+    supervised_len: int = 0
 
     @property
     def num_slots(self) -> int:

@@ -1,7 +1,7 @@
 """Samples to a PackedBatch whose length is one of few, known values."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -54,8 +54,12 @@ class BucketingCollator:
         if self.bucket_granularity < 1:
             raise InputError(f"bucket_granularity is {self.bucket_granularity}; it must be at least 1 token")
 
-    def __call__(self, features: Sequence[Feature], bucket_len: int = 0) -> PackedBatch:
-        """bucket_len: slots that a row has at least, so that ranks with unlike packs compute one shape."""
+    def __call__(
+        self, features: Sequence[Feature], bucket_len: int = 0, supervised_len: int = 0
+    ) -> PackedBatch:
+        """bucket_len, supervised_len: slots and supervised rows to count at least, so that ranks with unlike
+        packs compute one shape.
+        """
         samples = [as_sample(feature, position) for position, feature in enumerate(features)]
         lengths = [len(sample) for sample in samples]
         longest = max(lengths, default=0)
@@ -66,7 +70,10 @@ class BucketingCollator:
             num_rows = max(len(samples), 1)
             row_len = round_up(max(longest, bucket_len), self.bucket_granularity)
             starts = np.arange(len(samples)) * row_len
-        return self._lay_out(samples, [int(start) for start in starts], num_rows, row_len)
+        num_supervised = max(sum(sample.num_supervised_rows for sample in samples), supervised_len)
+        supervised_len = round_up(num_supervised, self.bucket_granularity)
+        batch = self._lay_out(samples, [int(start) for start in starts], num_rows, row_len)
+        return replace(batch, supervised_len=supervised_len)
 
     def _lay_out(self, samples: list[Sample], starts: list[int], num_rows: int, row_len: int) -> PackedBatch:
         num_slots = num_rows * row_len

@@ -59,17 +59,17 @@ class SelfAttention(nn.Module):
         keys_H_d_2H = self.k_proj.weight.detach().unflatten(0, (config.num_key_value_heads, config.head_dim))
         self.q_proj.weight.data.copy_(keys_H_d_2H.repeat_interleave(group, dim=0).flatten(0, 1))
 
-    def forward(self, x_T2H: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
+    def project(self, x_T2H: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Rotated query `[T, N, d]`, rotated key and value `[T, N_kv, d]`."""
         query, key, value = (
             projection(x_T2H).unflatten(-1, (-1, self.head_dim))
             for projection in (self.q_proj, self.k_proj, self.v_proj)
         )
-        attended = attend(apply_rope(query, cos, sin), apply_rope(key, cos, sin), value)
-        return self.o_proj(attended.flatten(-2))
+        return apply_rope(query, cos, sin), apply_rope(key, cos, sin), value
 
 
 class DraftLayer(nn.Module):
-    """The decoder layer of the module's docstring, from (embedding, hidden) to out."""
+    """The decoder layer of the module's docstring, in two halves: attention stands between them."""
 
     def __init__(self, config: Eagle3Config) -> None:
         super().__init__()
@@ -79,11 +79,14 @@ class DraftLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = SwiGLU(config.hidden_size, config.intermediate_size)
 
-    def forward(
-        self, embeds_TH: Tensor, hidden_TH: Tensor, cos: Tensor, sin: Tensor, attend: Attend
-    ) -> Tensor:
+    def before_attention(
+        self, embeds_TH: Tensor, hidden_TH: Tensor, cos: Tensor, sin: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
         x_T2H = torch.cat([self.input_layernorm(embeds_TH), self.hidden_norm(hidden_TH)], dim=-1)
-        hidden_TH = hidden_TH + self.self_attn(x_T2H, cos, sin, attend)
+        return self.self_attn.project(x_T2H, cos, sin)
+
+    def after_attention(self, hidden_TH: Tensor, attended_TNd: Tensor) -> Tensor:
+        hidden_TH = hidden_TH + self.self_attn.o_proj(attended_TNd.flatten(-2))
         return hidden_TH + self.mlp(self.post_attention_layernorm(hidden_TH))
 
 
@@ -146,10 +149,21 @@ class Eagle3DraftHead(nn.Module):
         """The hidden state that enters step 0, `[T, H]`."""
         return self.fc(aux_hidden_states_T3H)
 
+    def project(
+        self, embeds_TH: Tensor, hidden_TH: Tensor, positions_T: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """What a step's attention reads: query `[T, N, d]`, key and value `[T, N_kv, d]`, rotated."""
+        cos, sin = rope_tables(positions_T, self.config.head_dim, self.config.rope_theta, hidden_TH.dtype)
+        return self.midlayer.before_attention(embeds_TH, hidden_TH, cos, sin)
+
+    def finish(self, hidden_TH: Tensor, attended_TNd: Tensor) -> Tensor:
+        """A step's output `[T, H]`, un-normed, from what entered it and what its attention gave."""
+        return self.midlayer.after_attention(hidden_TH, attended_TNd)
+
     def step(self, embeds_TH: Tensor, hidden_TH: Tensor, positions_T: Tensor, attend: Attend) -> Tensor:
         """One pass of the draft layer: `[T, H]`, un-normed."""
-        cos, sin = rope_tables(positions_T, self.config.head_dim, self.config.rope_theta, hidden_TH.dtype)
-        return self.midlayer(embeds_TH, hidden_TH, cos, sin, attend)
+        attended_TNd = attend(*self.project(embeds_TH, hidden_TH, positions_T))
+        return self.finish(hidden_TH, attended_TNd)
 
     def logits(self, out_RH: Tensor) -> Tensor:
         """Logits over the draft vocabulary, `[R, V_d]`, in the input's dtype."""

@@ -6,9 +6,10 @@ vocabulary, V_d draft vocabulary. Sums only; nothing here divides by a count.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 DEFAULT_CHUNK_ROWS = 512
@@ -41,26 +42,109 @@ class RowStatistics:
     top1_hit: Tensor
 
 
+class Chunk(NamedTuple):
+    """C supervised pairs: draft states behind the final norm `[C, H]`, their labels' rows of `TargetLabels`
+    (`[C, V_d]`, `[C]`, `[C]`) and their weights in the loss `[C]`.
+    """
+
+    normed: Tensor
+    draft_probs: Tensor
+    inside_mass: Tensor
+    argmax: Tensor
+    row_weight: Tensor
+
+
+def label_chunk(
+    logits_of: Callable[[Tensor], Tensor], hidden_CH: Tensor, draft_token_ids: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """draft_probs `[C, V_d]`, inside_mass `[C]` and argmax `[C]` of `TargetLabels`."""
+    logits_CV = logits_of(hidden_CH)
+    restricted_CVd = logits_CV[:, draft_token_ids].float()
+    restricted_normalizer = torch.logsumexp(restricted_CVd, dim=-1)
+    inside_mass = (restricted_normalizer - torch.logsumexp(logits_CV.float(), dim=-1)).exp()
+    draft_probs = (restricted_CVd - restricted_normalizer[:, None]).exp().to(hidden_CH.dtype)
+    return draft_probs, inside_mass, logits_CV.argmax(dim=-1)
+
+
+def statistics_chunk(
+    chunk: Chunk, weight_VdH: Tensor, draft_token_ids: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Cross-entropy, acceptance `[C]` float32 and top-1 hits `[C]` bool."""
+    logits = (chunk.normed @ weight_VdH.T).float()
+    top1_hit = draft_token_ids[logits.argmax(-1)] == chunk.argmax
+    cross_entropy, acceptance, _ = _pair_statistics(logits, chunk)
+    return cross_entropy, acceptance, top1_hit
+
+
+def gradient_chunk(
+    chunk: Chunk, weight_VdH: Tensor, draft_token_ids: Tensor, grad_weight_VdH: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """As `statistics_chunk`, and the weighted loss's gradient for `normed`; that for the weight is added to
+    grad_weight_VdH, in place.
+    """
+    logits = (chunk.normed @ weight_VdH.T).float()
+    top1_hit = draft_token_ids[logits.argmax(-1)] == chunk.argmax
+    cross_entropy, acceptance, grad_logits = _pair_statistics(logits, chunk)
+    grad_logits = grad_logits.mul_(chunk.row_weight[:, None]).to(weight_VdH.dtype)
+    grad_weight_VdH += grad_logits.T @ chunk.normed
+    return cross_entropy, acceptance, top1_hit, grad_logits @ weight_VdH
+
+
+def _pair_statistics(logits_CVd: Tensor, chunk: Chunk) -> tuple[Tensor, Tensor, Tensor]:
+    """Cross-entropy `[C]`, acceptance `[C]` and d cross_entropy / d logits `[C, V_d]`, all float32.
+
+    The logits are overwritten by their probabilities and these by the gradient: passes over `[C, V_d]`
+    dominate where products are fast.
+    """
+    probs = chunk.draft_probs.float()
+    if chunk.draft_probs.dtype != torch.float32:
+        # Rounding each entry to 8 bits moves the sum by up to a part in 500, which would bias loss and
+        # gradient. Rows that only fill a chunk up sum to zero.
+        probs = probs / probs.sum(dim=-1, keepdim=True).clamp(min=0.5)
+    peak = logits_CVd.amax(dim=-1, keepdim=True)
+    expected_logit = (probs * logits_CVd).sum(-1)
+    draft = logits_CVd.sub_(peak).exp_()
+    total = draft.sum(dim=-1, keepdim=True)
+    draft.div_(total)
+    cross_entropy = (peak + total.log()).squeeze(-1) - expected_logit
+    acceptance = torch.minimum(probs * chunk.inside_mass[:, None], draft).sum(-1)
+    return cross_entropy, acceptance, draft.sub_(probs)
+
+
+class ChunkFunctions(NamedTuple):
+    """The vocabulary work on chunks of `rows` rows. All chunks have one shape, so each function compiles to
+    one graph for a whole run.
+    """
+
+    rows: int = DEFAULT_CHUNK_ROWS
+    label: Callable[..., tuple[Tensor, Tensor, Tensor]] = label_chunk
+    statistics: Callable[..., tuple[Tensor, ...]] = statistics_chunk
+    gradient: Callable[..., tuple[Tensor, ...]] = gradient_chunk
+
+
+PLAIN_CHUNKS = ChunkFunctions()
+
+
 @torch.no_grad()
 def target_labels(
     logits_of: Callable[[Tensor], Tensor],
     final_hidden_R0H: Tensor,
     draft_token_ids: Tensor,
     t2d: Tensor,
-    chunk_rows: int = DEFAULT_CHUNK_ROWS,
+    chunks: ChunkFunctions = PLAIN_CHUNKS,
 ) -> TargetLabels:
     """Restrict the target's logits once for all steps; the full-vocabulary logits live for one chunk only."""
-    restricted_probs, inside_masses, argmaxes = [], [], []
-    for hidden_CH in final_hidden_R0H.split(chunk_rows):
-        logits_CV = logits_of(hidden_CH)
-        restricted_CVd = logits_CV[:, draft_token_ids].float()
-        restricted_normalizer = torch.logsumexp(restricted_CVd, dim=-1)
-        inside_masses.append((restricted_normalizer - torch.logsumexp(logits_CV.float(), dim=-1)).exp())
-        probs_CVd = restricted_CVd.sub_(restricted_normalizer[:, None]).exp_()
-        restricted_probs.append(probs_CVd.to(logits_CV.dtype))
-        argmaxes.append(logits_CV.argmax(dim=-1))
-    argmax = torch.cat(argmaxes)
-    return TargetLabels(torch.cat(restricted_probs), torch.cat(inside_masses), argmax, t2d[argmax])
+    num_rows, rows = len(final_hidden_R0H), chunks.rows
+    draft_probs = final_hidden_R0H.new_empty(num_rows, len(draft_token_ids))
+    inside_mass = torch.empty(num_rows, dtype=torch.float32, device=final_hidden_R0H.device)
+    argmax = torch.empty(num_rows, dtype=torch.int64, device=final_hidden_R0H.device)
+    for start in range(0, num_rows, rows):
+        here = slice(start, min(start + rows, num_rows))
+        count = here.stop - start
+        hidden_CH = _fill_up(final_hidden_R0H[here], rows)
+        probs, mass, largest = chunks.label(logits_of, hidden_CH, draft_token_ids)
+        draft_probs[here], inside_mass[here], argmax[here] = probs[:count], mass[:count], largest[:count]
+    return TargetLabels(draft_probs, inside_mass, argmax, t2d[argmax])
 
 
 def vocabulary_loss(
@@ -70,7 +154,7 @@ def vocabulary_loss(
     label_index_R: Tensor,
     row_weight_R: Tensor,
     draft_token_ids: Tensor,
-    chunk_rows: int = DEFAULT_CHUNK_ROWS,
+    chunks: ChunkFunctions = PLAIN_CHUNKS,
 ) -> tuple[Tensor, RowStatistics]:
     """sum_r weight_r * cross_entropy_r against the restricted, renormalised target, and the rows' statistics.
 
@@ -90,8 +174,8 @@ def vocabulary_loss(
         label_index_R,
         row_weight_R,
         draft_token_ids,
-        chunk_rows,
-        torch.is_grad_enabled(),
+        chunks,
+        torch.is_grad_enabled() and (normed_RH.requires_grad or head_weight_VdH.requires_grad),
     )
     return loss, RowStatistics(cross_entropy, acceptance, top1_hit)
 
@@ -103,11 +187,12 @@ def vocabulary_loss_reference(
     label_index_R: Tensor,
     row_weight_R: Tensor,
     draft_token_ids: Tensor,
-    chunk_rows: int = DEFAULT_CHUNK_ROWS,
+    chunks: ChunkFunctions = PLAIN_CHUNKS,
 ) -> tuple[Tensor, RowStatistics]:
-    """`vocabulary_loss` in plain PyTorch, all rows at once (`chunk_rows` is not used)."""
+    """`vocabulary_loss` in plain PyTorch, all rows at once (`chunks` is not used)."""
     draft_logits = (normed_RH @ head_weight_VdH.to(normed_RH.dtype).T).float()
-    restricted_probs = _label_probs(labels, label_index_R)
+    restricted_probs = labels.draft_probs[label_index_R].float()
+    restricted_probs = restricted_probs / restricted_probs.sum(-1, keepdim=True)
     cross_entropy = -(restricted_probs * draft_logits.log_softmax(-1)).sum(-1)
     target_probs = restricted_probs * labels.inside_mass[label_index_R, None]
     acceptance = torch.minimum(target_probs, draft_logits.softmax(-1)).sum(-1)
@@ -126,7 +211,7 @@ class _ChunkedVocabularyLoss(torch.autograd.Function):
         label_index_R: Tensor,
         row_weight_R: Tensor,
         draft_token_ids: Tensor,
-        chunk_rows: int,
+        chunks: ChunkFunctions,
         needs_grad: bool,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         weight = head_weight_VdH.to(normed_RH.dtype)
@@ -136,18 +221,28 @@ class _ChunkedVocabularyLoss(torch.autograd.Function):
         top1_hit = torch.empty(num_rows, dtype=torch.bool, device=normed_RH.device)
         grad_normed = torch.empty_like(normed_RH) if needs_grad else None
         grad_weight = torch.zeros_like(head_weight_VdH) if needs_grad else None
-        for start in range(0, num_rows, chunk_rows):
-            rows = slice(start, min(start + chunk_rows, num_rows))
-            index = label_index_R[rows]
-            draft_logits = (normed_RH[rows] @ weight.T).float()
-            top1_hit[rows] = draft_token_ids[draft_logits.argmax(-1)] == labels.argmax[index]
-            cross_entropy[rows], acceptance[rows], grad_logits = _chunk_statistics(
-                draft_logits, _label_probs(labels, index), labels.inside_mass[index]
+        for start in range(0, num_rows, chunks.rows):
+            here = slice(start, min(start + chunks.rows, num_rows))
+            count, index = here.stop - start, label_index_R[here]
+            chunk = Chunk(
+                *(
+                    _fill_up(x, chunks.rows)
+                    for x in (
+                        normed_RH[here],
+                        labels.draft_probs[index],
+                        labels.inside_mass[index],
+                        labels.argmax[index],
+                        row_weight_R[here],
+                    )
+                )
             )
-            if grad_normed is not None and grad_weight is not None:
-                grad_logits = grad_logits.mul_(row_weight_R[rows, None]).to(weight.dtype)
-                grad_normed[rows] = grad_logits @ weight
-                grad_weight += grad_logits.T @ normed_RH[rows]
+            if grad_normed is None or grad_weight is None:
+                parts = list(chunks.statistics(chunk, weight, draft_token_ids))
+            else:
+                *parts, grad = chunks.gradient(chunk, weight, draft_token_ids, grad_weight)
+                grad_normed[here] = grad[:count]
+            for values, part in zip((cross_entropy, acceptance, top1_hit), parts, strict=True):
+                values[here] = part[:count]
         ctx.grad_normed, ctx.grad_weight = grad_normed, grad_weight
         ctx.mark_non_differentiable(cross_entropy, acceptance, top1_hit)
         return (row_weight_R * cross_entropy).sum(), cross_entropy, acceptance, top1_hit
@@ -162,29 +257,6 @@ class _ChunkedVocabularyLoss(torch.autograd.Function):
         return grad_normed.mul_(grad_loss), grad_weight.mul_(grad_loss), None, None, None, None, None, None
 
 
-def _label_probs(labels: TargetLabels, index_C: Tensor) -> Tensor:
-    """The labels' restricted distributions of chosen pairs, `[C, V_d]` float32, each summing to 1."""
-    probs_CVd = labels.draft_probs[index_C].float()
-    if labels.draft_probs.dtype != torch.float32:
-        # Rounding each entry to 8 bits moves the sum by up to a part in 500, which would bias loss and
-        # gradient.
-        probs_CVd.div_(probs_CVd.sum(dim=-1, keepdim=True))
-    return probs_CVd
-
-
-def _chunk_statistics(
-    draft_logits: Tensor, restricted_probs: Tensor, inside_mass: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Cross-entropy `[C]`, acceptance `[C]` and d cross_entropy / d draft_logits `[C, V_d]`, all float32.
-
-    Passes over `[C, V_d]` dominate on processors with fast products, so the logits are overwritten by their
-    probabilities, with one exponential each, and these by the gradient.
-    """
-    peak = draft_logits.amax(dim=-1, keepdim=True)
-    expected_logit = torch.linalg.vecdot(restricted_probs, draft_logits)
-    draft_probs = draft_logits.sub_(peak).exp_()
-    total = draft_probs.sum(dim=-1, keepdim=True)
-    draft_probs.div_(total)
-    cross_entropy = (peak + total.log()).squeeze(-1) - expected_logit
-    acceptance = torch.minimum(restricted_probs * inside_mass[:, None], draft_probs).sum(-1)
-    return cross_entropy, acceptance, draft_probs.sub_(restricted_probs)
+def _fill_up(x: Tensor, num_rows: int) -> Tensor:
+    """x with zero rows behind it, so that every chunk has one shape."""
+    return x if len(x) == num_rows else F.pad(x, [0, 0] * (x.ndim - 1) + [0, num_rows - len(x)])

@@ -24,7 +24,14 @@ from torch import Tensor
 from eagle_train.batch import PackedBatch, TargetFeatures
 from eagle_train.model.attention import DocumentLayout, unrolled_attention
 from eagle_train.model.eagle3 import Eagle3DraftHead
-from eagle_train.objective.losses import RowStatistics, TargetLabels, target_labels, vocabulary_loss
+from eagle_train.objective.losses import (
+    PLAIN_CHUNKS,
+    ChunkFunctions,
+    RowStatistics,
+    TargetLabels,
+    target_labels,
+    vocabulary_loss,
+)
 
 STEP_DECAY = 0.8  # w_k = 0.8^k (EAGLE-3, official training code)
 
@@ -102,9 +109,14 @@ def unroll_states(
     its projections and MLP run where something is supervised (the attention kernel still sees all rows).
     Rows near an answer's end then read a token behind it; they are not supervised at that step, and nothing
     else reads them.
+
+    Between attentions a step sees T or `batch.supervised_len` rows, so that a compiled head meets few shapes;
+    rows that only fill up are zero, and nothing reads them. Attention itself takes any layout and is not
+    compiled.
     """
     layout = DocumentLayout(batch.cu_seqlens, batch.offsets, batch.max_seqlen)
-    num_slots = batch.num_slots
+    num_slots, num_rows = batch.num_slots, len(rows_R0)
+    num_filled = max(batch.supervised_len - num_rows, 0)
     keys: list[Tensor] = []
     values: list[Tensor] = []
 
@@ -115,19 +127,25 @@ def unroll_states(
 
     def attend_from_rows(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         query, key, value = (
-            x.new_zeros(num_slots, *x.shape[1:]).index_copy(0, rows_R0, x) for x in (query, key, value)
+            x.new_zeros(num_slots, *x.shape[1:]).index_copy(0, rows_R0, x[:num_rows])
+            for x in (query, key, value)
         )
-        return attend(query, key, value)[rows_R0]
+        return fill_up(attend(query, key, value)[rows_R0])
 
-    hidden_TH = head.fuse(aux_hidden_states_T3H)
-    embeds_TH = embed(F.pad(batch.input_ids[1:], (0, 1))).to(hidden_TH.dtype)
-    hidden = head.step(embeds_TH, hidden_TH, batch.position_ids, attend)[rows_R0]
-    positions_R0 = batch.position_ids[rows_R0]
-    outs = [hidden]
+    def fill_up(x: Tensor) -> Tensor:
+        return F.pad(x, [0, 0] * (x.ndim - 1) + [0, num_filled])
+
+    hidden = head.fuse(aux_hidden_states_T3H)
+    embeds = embed(F.pad(batch.input_ids[1:], (0, 1))).to(hidden.dtype)
+    hidden = head.finish(hidden, attend(*head.project(embeds, hidden, batch.position_ids)))
+    hidden = fill_up(hidden[rows_R0])
+    positions = fill_up(batch.position_ids[rows_R0])
+    outs = [hidden[:num_rows]]
     for step in range(1, ttt_steps):
-        tokens_R0 = batch.input_ids[(rows_R0 + 1 + step).clamp(max=num_slots - 1)]
-        hidden = head.step(embed(tokens_R0).to(hidden.dtype), hidden, positions_R0 + step, attend_from_rows)
-        outs.append(hidden)
+        tokens = fill_up(batch.input_ids[(rows_R0 + 1 + step).clamp(max=num_slots - 1)])
+        embeds = embed(tokens).to(hidden.dtype)
+        hidden = head.finish(hidden, attend_from_rows(*head.project(embeds, hidden, positions + step)))
+        outs.append(hidden[:num_rows])
     return torch.stack(outs)
 
 
@@ -139,17 +157,18 @@ def unrolled_sums(
     supervision: Supervision,
     features: TargetFeatures,
     step_weight_K: Tensor,
+    chunks: ChunkFunctions = PLAIN_CHUNKS,
 ) -> UnrolledSums:
     """Unroll K = len(step_weight_K) steps and sum losses and acceptance over the supervised pairs.
 
     step_weight_K float32: weight_k of the loss, for example 0.8^k / N_k with N_k counted over the global
-    batch.
+    batch. chunks: the vocabulary work on one chunk of rows, plain or compiled.
     """
     ttt_steps = len(step_weight_K)
     rows_R0 = supervision.rows_R0
     outs_KR0H = unroll_states(head, embed, batch, rows_R0, features.aux_hidden_states, ttt_steps)
     labels = target_labels(
-        target_logits_of, features.final_hidden[rows_R0 + 1], head.draft_token_ids, head.t2d
+        target_logits_of, features.final_hidden[rows_R0 + 1], head.draft_token_ids, head.t2d, chunks
     )
     normed_RH = head.norm(outs_KR0H[supervision.step_R, supervision.label_R - supervision.step_R])
     trained_R = labels.in_draft_vocab[supervision.label_R].float()
@@ -160,6 +179,7 @@ def unrolled_sums(
         supervision.label_R,
         step_weight_K[supervision.step_R] * trained_R,
         head.draft_token_ids,
+        chunks,
     )
     return _sum_by_step(loss, rows, labels, trained_R, batch, supervision, ttt_steps)
 

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from eagle_train.objective.losses import (
+    ChunkFunctions,
     RowStatistics,
     TargetLabels,
     target_labels,
@@ -47,7 +48,7 @@ class Case:
         states = self.normed_RH.clone().requires_grad_()
         weight = self.weight_VdH.clone().requires_grad_()
         loss, rows = function(
-            states, weight, self.labels, self.index_R, self.row_weight_R, self.ids, chunk_rows
+            states, weight, self.labels, self.index_R, self.row_weight_R, self.ids, ChunkFunctions(chunk_rows)
         )
         (scale * loss).backward()
         assert states.grad is not None
@@ -120,7 +121,13 @@ def test_without_gradients_values_stay_and_no_graph_is_kept() -> None:
     case = Case()
     with torch.no_grad():
         loss, rows = vocabulary_loss(
-            case.normed_RH, case.weight_VdH, case.labels, case.index_R, case.row_weight_R, case.ids, 4
+            case.normed_RH,
+            case.weight_VdH,
+            case.labels,
+            case.index_R,
+            case.row_weight_R,
+            case.ids,
+            ChunkFunctions(4),
         )
     expected, expected_rows, _, _ = case.run()
     assert not loss.requires_grad
@@ -140,7 +147,7 @@ def test_labels_are_the_targets_distribution_cut_to_the_draft_vocabulary(chunk_r
         rows_at_once.append(len(chunk))
         return chunk @ weight.T
 
-    labels = target_labels(logits_of, hidden, ids, t2d, chunk_rows)
+    labels = target_labels(logits_of, hidden, ids, t2d, ChunkFunctions(chunk_rows))
     logits = hidden @ weight.T
     probs = logits.softmax(-1)
     inside = probs[:, ids].sum(-1)
@@ -149,8 +156,8 @@ def test_labels_are_the_targets_distribution_cut_to_the_draft_vocabulary(chunk_r
     assert labels.argmax.tolist() == logits.argmax(-1).tolist()
     assert labels.in_draft_vocab.tolist() == [token % 2 == 1 for token in labels.argmax.tolist()]
     assert 0 < labels.in_draft_vocab.sum() < R0
-    assert max(rows_at_once) <= chunk_rows
-    assert sum(rows_at_once) == R0
+    assert set(rows_at_once) == {chunk_rows}, "all chunks have one shape"
+    assert len(rows_at_once) == -(-R0 // chunk_rows)
 
 
 def test_labels_keep_no_tensor_of_full_vocabulary_width() -> None:
