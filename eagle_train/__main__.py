@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 
-from eagle_train.errors import InputError
+from eagle_train.errors import InputError, RankError
 
 COMMANDS = ("train", "plan")
 TRAIN_DESCRIPTION = (
@@ -29,6 +29,9 @@ def main(args: Sequence[str]) -> int:
     except InputError as error:
         print(f"eagle_train: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
+    except RankError as error:
+        print(f"eagle_train: {' '.join(str(error).split())}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         print("eagle_train: interrupted; --resume goes on from the last saved state", file=sys.stderr)
         return 130

@@ -4,6 +4,7 @@ record.
 Checks that need no data are made here; each names the value, the limit and the remedy.
 """
 
+import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -39,6 +40,7 @@ COUNTS = (
     "save_every",
     "log_every",
     "num_threads",
+    "rank_timeout",
 )
 
 
@@ -172,6 +174,13 @@ class TrainConfig:
     ema_alpha: float = option(
         0.9, "run", "weight of the past in the moving averages of speed and time, 0 or more and below 1"
     )
+    torch_compile: bool | None = option(
+        None, "run", "compile head and loss for each planned shape; none: where a compiler is found"
+    )
+    rank_timeout: int = option(
+        600, "run", "how long a rank waits for another one before it gives up (seconds)"
+    )
+    compile_target: bool = option(False, "run", "compile the target's MLPs too, with --torch_compile")
     num_threads: int | None = option(None, "run", "CPU threads; none: PyTorch's choice")
 
     @property
@@ -276,6 +285,11 @@ class TrainConfig:
     def to_dict(self) -> dict[str, Any]:
         """Plain values under the flags' names, as written to and read from YAML."""
         return {key: list(value) if isinstance(value, tuple) else value for key, value in vars(self).items()}
+
+    def digest(self) -> str:
+        """Of the options that ranks must share: all but where each of them runs."""
+        shared = {k: v for k, v in self.to_dict().items() if k not in ("device", "num_threads")}
+        return hashlib.sha256(repr(shared).encode()).hexdigest()[:16]
 
     def save(self, path: Path) -> None:
         """Write all values, so that `--config PATH` repeats the run."""

@@ -16,14 +16,17 @@ from eagle_train.errors import InputError
 
 @dataclass(frozen=True, slots=True)
 class PlannedBatches:
-    """One rank's batches of a plan as a map-style dataset: item s is the batch of step s, in the bucket that
+    """One rank's batches of a plan as a map-style dataset: item s is the batch of step s, in the buckets that
     all ranks of the step share.
+
+    supervised_lens: int64 `[num_steps]`, of `supervised_buckets`; None: each batch rounds up its own count.
     """
 
     samples: Sequence[Sample]
     plan: Plan
     collator: BucketingCollator
     rank: int = 0
+    supervised_lens: Ints | None = None
 
     def __len__(self) -> int:
         return self.plan.num_steps
@@ -32,7 +35,8 @@ class PlannedBatches:
         if not 0 <= step < self.plan.num_steps:
             raise IndexError(step)
         pack = [self.samples[index] for index in self.plan.pack(step, self.rank)]
-        return self.collator(pack, int(self.plan.bucket_lens[step]))
+        supervised_len = 0 if self.supervised_lens is None else int(self.supervised_lens[step])
+        return self.collator(pack, int(self.plan.bucket_lens[step]), supervised_len)
 
 
 def planned_loader(batches: PlannedBatches, first_step: int = 0) -> "DataLoader[PackedBatch]":

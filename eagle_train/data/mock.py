@@ -127,6 +127,12 @@ class MockSamples(Sequence[Sample]):
         )
 
     @property
+    def supervised_rows(self) -> Ints:
+        """Rows supervised at TTT step 0 of each sample, int64 `[N]`: one fewer than its answer has tokens."""
+        answers = np.minimum(np.maximum(np.rint(self.loss_share * self.lengths), 2), self.lengths - 1)
+        return np.maximum(answers.astype(np.int64) - 1, 0) * (self.loss_share > 0)
+
+    @property
     def digest(self) -> str:
         """16 hex digits of what the samples are made from: the same digest, the same tokens."""
         header = f"{self.vocab_size} {float(self.loss_share)!r} {self.seed} ".encode()

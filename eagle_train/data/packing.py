@@ -10,9 +10,11 @@ to steps, so that the ranks of a step carry equal cost. Nothing is dropped or re
 
 import hashlib
 from bisect import bisect_left, insort
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heapreplace
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -152,6 +154,44 @@ def assemble(
     (np.add if padding_free else np.maximum).at(rows, pack_of, lengths[samples])
     longest = rows.reshape(-1, world_size).max(axis=1, initial=1)
     return Plan(world_size, samples, offsets, -(-longest // granularity) * granularity)
+
+
+class Shape(NamedTuple):
+    """What the compiler sees of a batch, in slots: rows x length of a row, and rows of later TTT steps."""
+
+    num_rows: int
+    bucket_len: int
+    supervised_len: int
+
+    def __str__(self) -> str:
+        row = f"{self.num_rows}x{self.bucket_len}" if self.num_rows > 1 else str(self.bucket_len)
+        return f"{row}/{self.supervised_len}"
+
+
+def supervised_buckets(plan: Plan, supervised_rows: Ints, granularity: int) -> Ints:
+    """Rows of later TTT steps in each plan step, int64 `[num_steps]`: the most that a rank holds, rounded up.
+
+    supervised_rows: of each sample, at TTT step 0.
+    """
+    counts = np.diff(plan.offsets)
+    per_pack = np.zeros(len(counts), dtype=np.int64)
+    np.add.at(per_pack, np.repeat(np.arange(len(counts)), counts), supervised_rows[plan.samples])
+    most = per_pack.reshape(-1, plan.world_size).max(axis=1, initial=1)
+    return -(-most // granularity) * granularity
+
+
+def plan_shapes(
+    plan: Plan, supervised_rows: Ints, granularity: int, *, padding_free: bool = True
+) -> Counter[Shape]:
+    """How often each shape occurs in a plan, a rank's batches counted one by one."""
+    supervised = supervised_buckets(plan, supervised_rows, granularity)
+    sizes = np.diff(plan.offsets).reshape(-1, plan.world_size)
+    shapes: Counter[Shape] = Counter()
+    for step, (bucket_len, supervised_len) in enumerate(zip(plan.bucket_lens, supervised, strict=True)):
+        for size in sizes[step]:
+            num_rows = 1 if padding_free else max(int(size), 1)
+            shapes[Shape(num_rows, int(bucket_len), int(supervised_len))] += 1
+    return shapes
 
 
 def cost(lengths: Ints) -> npt.NDArray[np.float64]:

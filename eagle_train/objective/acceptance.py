@@ -4,14 +4,18 @@ baseline.
 Numpy on the host; sums over batches and ranks come before any division, and an empty denominator gives None.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from eagle_train.objective.unroll import UnrolledSums
+
+# The per-step sums of `UnrolledSums` that figures are made of.
+STEP_SUMS = ("loss_sum", "supervised_rows", "loss_rows", "acceptance_sum", "top1_hits", "prefix_hits")
 
 BoolArray = npt.NDArray[np.bool_]
 IntArray = npt.NDArray[np.int64]
@@ -90,50 +94,62 @@ class AcceptanceTotals:
 
     ttt_steps: int
     walk_lengths: tuple[int, ...]
-    sums: dict[str, npt.NDArray[np.float64]] = field(default_factory=dict)
-    walks: dict[int, WalkCounts] = field(default_factory=dict)
+    sums: dict[str, npt.NDArray[np.float64]] = field(init=False)
+    walks: dict[int, WalkCounts] = field(init=False)
     own_tokens: float = 0.0
     own_token_rows: int = 0
 
+    def __post_init__(self) -> None:
+        self.sums = {name: np.zeros(self.ttt_steps) for name in STEP_SUMS}
+        self.walks = {n: pool([], n) for n in self.walk_lengths}
+
     def add(self, batch_sums: UnrolledSums, answer_remaining_T: npt.NDArray[np.int32]) -> None:
         """Add one batch. Reads the device once a field."""
-        for name in (
-            "loss_sum",
-            "supervised_rows",
-            "loss_rows",
-            "acceptance_sum",
-            "top1_hits",
-            "prefix_hits",
-        ):
-            values = getattr(batch_sums, name).cpu().numpy()
-            self.sums[name] = self.sums.get(name, np.zeros(self.ttt_steps)) + values
+        for name in STEP_SUMS:
+            self.sums[name] += getattr(batch_sums, name).cpu().numpy()
         self.own_tokens += float(batch_sums.own_tokens)
         self.own_token_rows += batch_sums.own_token_rows
         leading = leading_hits(batch_sums.hits_KT.cpu().numpy())
         for n in self.walk_lengths:
-            self.walks.setdefault(n, pool([], n)).add(pool(chain_walk(leading, answer_remaining_T, n), n))
+            self.walks[n].add(pool(chain_walk(leading, answer_remaining_T, n), n))
+
+    def as_list(self) -> list[float]:
+        """Everything in a fixed order, so that ranks can add up element by element; `from_list` undoes it."""
+        walks = [x for w in self.walks.values() for x in (w.steps, w.emitted, *w.accepted_per_position)]
+        sums = [float(x) for values in self.sums.values() for x in values]
+        return [*sums, *map(float, walks), self.own_tokens, float(self.own_token_rows)]
+
+    def from_list(self, values: Sequence[float]) -> "AcceptanceTotals":
+        """Totals of the same steps and walk lengths with these values."""
+        totals = AcceptanceTotals(self.ttt_steps, self.walk_lengths)
+        rest = iter(values)
+        totals.sums = {name: np.array(list(islice(rest, self.ttt_steps))) for name in STEP_SUMS}
+        for n in self.walk_lengths:
+            steps, emitted, *accepted = (round(x) for x in islice(rest, n + 2))
+            totals.walks[n] = WalkCounts(steps, emitted, np.array(accepted, dtype=np.int64))
+        totals.own_tokens, own_token_rows = rest
+        totals.own_token_rows = round(own_token_rows)
+        return totals
 
     def metrics(self, step_decay: float) -> dict[str, Any]:
         """Loss and acceptance figures under DESIGN's names; lists are indexed by step k."""
-        zeros = np.zeros(self.ttt_steps)
-        rows = self.sums.get("supervised_rows", zeros)
-        loss_per_step = _ratios(self.sums.get("loss_sum", zeros), rows)
+        rows = self.sums["supervised_rows"]
+        loss_per_step = _ratios(self.sums["loss_sum"], rows)
         weights = step_decay ** np.arange(self.ttt_steps)
         measured = [w * loss for w, loss in zip(weights, loss_per_step, strict=True) if loss is not None]
         prefix_share = [
-            share or 0.0
-            for share in _ratios(self.sums.get("prefix_hits", zeros), np.full_like(rows, rows[0]))
+            share or 0.0 for share in _ratios(self.sums["prefix_hits"], np.full_like(rows, rows[0]))
         ]
         return {
             "loss": float(sum(measured)) if measured else None,
             "loss_per_step": loss_per_step,
-            "acceptance_rate": _ratios(self.sums.get("acceptance_sum", zeros), rows),
-            "top1_agreement": _ratios(self.sums.get("top1_hits", zeros), rows),
+            "acceptance_rate": _ratios(self.sums["acceptance_sum"], rows),
+            "top1_agreement": _ratios(self.sums["top1_hits"], rows),
             "acceptance_length": {str(n): self.walks[n].acceptance_length for n in sorted(self.walks)},
             "acceptance_length_row_mean": 1.0 + sum(prefix_share) if rows[0] else None,
             "verify_steps": {str(n): self.walks[n].steps for n in sorted(self.walks)},
             "supervised_rows": int(rows[0]),
-            "draft_vocab_coverage": _ratios(self.sums.get("loss_rows", zeros), rows)[0],
+            "draft_vocab_coverage": _ratios(self.sums["loss_rows"], rows)[0],
             "target_own_token_share": self.own_tokens / self.own_token_rows if self.own_token_rows else None,
         }
 

@@ -214,7 +214,9 @@ class _ChunkedVocabularyLoss(torch.autograd.Function):
         chunks: ChunkFunctions,
         needs_grad: bool,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        weight = head_weight_VdH.to(normed_RH.dtype)
+        # Detached, because a compiled chunk function would be compiled again for one that requires gradients.
+        normed_RH = normed_RH.detach()
+        weight = head_weight_VdH.detach().to(normed_RH.dtype)
         num_rows = len(normed_RH)
         cross_entropy = torch.empty(num_rows, dtype=torch.float32, device=normed_RH.device)
         acceptance = torch.empty_like(cross_entropy)

@@ -158,11 +158,14 @@ def unrolled_sums(
     features: TargetFeatures,
     step_weight_K: Tensor,
     chunks: ChunkFunctions = PLAIN_CHUNKS,
+    *,
+    differentiable: bool = True,
 ) -> UnrolledSums:
     """Unroll K = len(step_weight_K) steps and sum losses and acceptance over the supervised pairs.
 
     step_weight_K float32: weight_k of the loss, for example 0.8^k / N_k with N_k counted over the global
-    batch. chunks: the vocabulary work on one chunk of rows, plain or compiled.
+    batch. chunks: the vocabulary work on one chunk of rows, plain or compiled. differentiable: False spares
+    the vocabulary's gradients, which are made beside its values.
     """
     ttt_steps = len(step_weight_K)
     rows_R0 = supervision.rows_R0
@@ -171,10 +174,13 @@ def unrolled_sums(
         target_logits_of, features.final_hidden[rows_R0 + 1], head.draft_token_ids, head.t2d, chunks
     )
     normed_RH = head.norm(outs_KR0H[supervision.step_R, supervision.label_R - supervision.step_R])
+    head_weight: Tensor = head.lm_head.weight
+    if not differentiable:
+        normed_RH, head_weight = normed_RH.detach(), head_weight.detach()
     trained_R = labels.in_draft_vocab[supervision.label_R].float()
     loss, rows = vocabulary_loss(
         normed_RH,
-        head.lm_head.weight,
+        head_weight,
         labels,
         supervision.label_R,
         step_weight_K[supervision.step_R] * trained_R,

@@ -1,21 +1,35 @@
 """Validation: loss and acceptance over a whole held-out split, as sums that are divided once."""
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
+from torch import nn
 from tqdm import tqdm
 
 from eagle_train.batch import PackedBatch
+from eagle_train.config import TrainConfig
 from eagle_train.data.collator import BucketingCollator
 from eagle_train.data.loader import PlannedBatches, planned_loader
-from eagle_train.data.packing import plan_batches, plan_multipack
+from eagle_train.data.packing import (
+    Ints,
+    Plan,
+    Shape,
+    plan_batches,
+    plan_multipack,
+    plan_shapes,
+    supervised_buckets,
+)
 from eagle_train.data.samples import Sample
 from eagle_train.errors import InputError
 from eagle_train.model.eagle3 import Eagle3DraftHead
 from eagle_train.model.target import Target
 from eagle_train.objective.acceptance import AcceptanceTotals
+from eagle_train.objective.losses import PLAIN_CHUNKS, ChunkFunctions
 from eagle_train.objective.unroll import STEP_DECAY, UnrolledSums, supervise, unrolled_sums
+from eagle_train.train.distributed import Ranks
 from eagle_train.train.report import format_sources
 
 WALK_LENGTHS = (3, 5)  # n at which every validation gives the acceptance length, beside n = K
@@ -27,16 +41,40 @@ def walk_lengths(ttt_steps: int) -> tuple[int, ...]:
 
 
 def micro_batch_sums(
-    head: Eagle3DraftHead, target: Target, batch: PackedBatch, step_weight_K: torch.Tensor
+    head: Eagle3DraftHead,
+    target: Target,
+    batch: PackedBatch,
+    step_weight_K: torch.Tensor,
+    chunks: ChunkFunctions = PLAIN_CHUNKS,
+    *,
+    differentiable: bool = True,
+    module: nn.Module | None = None,
 ) -> UnrolledSums:
-    """Target features without gradients, then the unrolled sums of one micro-batch that lies on the host."""
+    """Target features without gradients, then the unrolled sums of one micro-batch that lies on the host.
+
+    differentiable: whether the loss can be backpropagated; module: the head's `UnrolledLoss` in
+    data-parallel training.
+    """
     supervision = supervise(batch.answer_remaining, len(step_weight_K)).to(target.device)
     batch = batch.to(target.device)
     features = target.features(batch)
-    return unrolled_sums(head, target.embed, target.logits, batch, supervision, features, step_weight_K)
+    if module is not None:
+        return module(target.embed, target.logits, batch, supervision, features, step_weight_K, chunks)
+    # Compiled functions keep their gradients' graph in validation too: without, each would be compiled twice.
+    with torch.set_grad_enabled(differentiable or chunks is not PLAIN_CHUNKS):
+        return unrolled_sums(
+            head,
+            target.embed,
+            target.logits,
+            batch,
+            supervision,
+            features,
+            step_weight_K,
+            chunks,
+            differentiable=differentiable,
+        )
 
 
-@torch.no_grad()
 def evaluate(
     head: Eagle3DraftHead,
     target: Target,
@@ -48,6 +86,8 @@ def evaluate(
     padding_free: bool = True,
     batch_size: int = 8,
     step_decay: float = STEP_DECAY,
+    chunks: ChunkFunctions = PLAIN_CHUNKS,
+    ranks: Ranks | None = None,
     progress: bool = True,
 ) -> dict[str, Any]:
     """Figures over all samples, each exactly once; see `AcceptanceTotals.metrics` for the keys.
@@ -56,21 +96,69 @@ def evaluate(
     padding_free `batch_size` padded rows, for a target that cannot keep the documents of a row apart. Raises
     InputError where the loss is not finite.
     """
+    ranks = ranks or Ranks()
     totals = AcceptanceTotals(ttt_steps, walk_lengths(ttt_steps))
     step_weight_K = torch.zeros(ttt_steps, device=target.device)
+    plan = validation_plan(
+        samples,
+        training_seq_len=training_seq_len,
+        bucket_granularity=bucket_granularity,
+        padding_free=padding_free,
+        batch_size=batch_size,
+        world_size=ranks.world_size,
+    )
+    supervised = supervised_buckets(plan, supervised_rows(samples), bucket_granularity)
+    collator = BucketingCollator(bucket_granularity, padding_free)
+    loader = planned_loader(PlannedBatches(samples, plan, collator, ranks.rank, supervised))
+    faulty: list[str] = []
+    for batch in tqdm(
+        loader, desc="validation", unit="batch", leave=False, disable=not (progress and ranks.is_first)
+    ):
+        sums = micro_batch_sums(head, target, batch, step_weight_K, chunks, differentiable=False)
+        if not bool(sums.loss_sum.isfinite().all()):
+            faulty += batch.sources
+            break
+        totals.add(sums, batch.answer_remaining.numpy())
+    if sources := [source for of_rank in ranks.gather(faulty) for source in of_rank]:
+        raise InputError(
+            f"validation loss is not finite on {format_sources(sources)}; look at these samples, or try "
+            "--dtype float32"
+        )
+    return totals.from_list(ranks.sum(totals.as_list())).metrics(step_decay)
+
+
+def supervised_rows(samples: Sequence[Sample]) -> Ints:
+    """Rows supervised at TTT step 0 of each sample, int64 `[N]`."""
+    return np.array([sample.num_supervised_rows for sample in samples], dtype=np.int64)
+
+
+def validation_shapes(samples: Sequence[Sample], config: TrainConfig, world_size: int) -> Counter[Shape]:
+    """The shapes of a run's validations, for the compiler."""
+    plan = validation_plan(
+        samples,
+        training_seq_len=config.training_seq_len,
+        bucket_granularity=config.granularity,
+        padding_free=config.padding_free,
+        batch_size=config.batch_size,
+        world_size=world_size,
+    )
+    return plan_shapes(plan, supervised_rows(samples), config.granularity, padding_free=config.padding_free)
+
+
+def validation_plan(
+    samples: Sequence[Sample],
+    *,
+    training_seq_len: int,
+    bucket_granularity: int,
+    padding_free: bool = True,
+    batch_size: int = 8,
+    world_size: int = 1,
+) -> Plan:
+    """The batches of a validation, the same each time."""
     lengths = [len(sample) for sample in samples]
     if padding_free:
-        plan = plan_multipack(lengths, max([training_seq_len, *lengths]), granularity=bucket_granularity)
-    else:
-        plan = plan_batches(lengths, batch_size, granularity=bucket_granularity, padding_free=False)
-    collator = BucketingCollator(bucket_granularity, padding_free)
-    loader = planned_loader(PlannedBatches(samples, plan, collator))
-    for batch in tqdm(loader, desc="validation", unit="batch", leave=False, disable=not progress):
-        sums = micro_batch_sums(head, target, batch, step_weight_K)
-        if not bool(sums.loss_sum.isfinite().all()):
-            raise InputError(
-                f"validation loss is not finite on {format_sources(batch.sources)}; look at these samples, "
-                "or try --dtype float32"
-            )
-        totals.add(sums, batch.answer_remaining.numpy())
-    return totals.metrics(step_decay)
+        capacity = max([training_seq_len, *lengths])
+        return plan_multipack(lengths, capacity, world_size=world_size, granularity=bucket_granularity)
+    return plan_batches(
+        lengths, batch_size, world_size=world_size, granularity=bucket_granularity, padding_free=False
+    )

@@ -1,23 +1,33 @@
 """The training loop. `train` is the file's story; everything else is a sentence of it."""
 
 import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from tqdm import tqdm
 
 from eagle_train.batch import PackedBatch
 from eagle_train.config import TrainConfig
-from eagle_train.errors import InputError
+from eagle_train.errors import InputError, RankError
 from eagle_train.model.checkpoint import save_draft_head
 from eagle_train.objective.acceptance import AcceptanceTotals
 from eagle_train.objective.bigram import bigram_walk, fit_bigram
+from eagle_train.objective.losses import PLAIN_CHUNKS, ChunkFunctions
 from eagle_train.objective.unroll import UnrolledSums
-from eagle_train.train.distributed import rank_and_world_size, require_agreement
-from eagle_train.train.evaluate import evaluate, micro_batch_sums, walk_lengths
+from eagle_train.train.compile import (
+    Compiled,
+    compile_objective,
+    compiler_fault,
+    describe_compiled,
+    graphs_so_far,
+    warm_up,
+)
+from eagle_train.train.distributed import Ranks, data_parallel, is_rank_failure, join, leave, without_sync
+from eagle_train.train.evaluate import evaluate, micro_batch_sums, validation_shapes, walk_lengths
 from eagle_train.train.optim import learning_rate_factor, make_optimizer, peak_learning_rate
 from eagle_train.train.output import (
     check_output_dir,
@@ -28,7 +38,7 @@ from eagle_train.train.output import (
     summary,
     with_saved_choices,
 )
-from eagle_train.train.prepare import Prepared, choose_device, prepare
+from eagle_train.train.prepare import Prepared, choose_device, choose_dtype, prepare
 from eagle_train.train.report import MetricsLog, format_sources, format_validation
 from eagle_train.train.schedule import Schedule, Window, data_digest
 from eagle_train.train.state import RunState, load_state, save_state
@@ -37,12 +47,15 @@ from eagle_train.train.statistics import batch_counts, peak_memory_gib
 
 @dataclass(slots=True)
 class Run:
-    """One run's moving parts. baseline: the bigram drafter's acceptance length at each n, as text keys."""
+    """One run's moving parts. module: the head's loss, averaged over ranks in its backward; baseline: the
+    bigram drafter's acceptance length at each n, as text keys.
+    """
 
     config: TrainConfig
     prepared: Prepared
     schedule: Schedule
-    rank: int
+    ranks: Ranks
+    module: nn.Module
     optimizer: torch.optim.AdamW
     learning_rate: float
     num_steps: int
@@ -50,38 +63,67 @@ class Run:
     state: RunState
     log: MetricsLog
     baseline: dict[str, float | None]
+    compiled: Compiled | None = None
+
+    @property
+    def chunks(self) -> ChunkFunctions:
+        return self.compiled.chunks if self.compiled else PLAIN_CHUNKS
 
 
 def train(config: TrainConfig) -> Path:
-    """Train a draft head; returns the directory that holds the best one.
+    """Train a draft head, alone or as one of the ranks that a launcher started; returns the directory that
+    holds the best one.
 
-    Raises InputError for anything that the user can mend.
+    Raises InputError for anything that the user can mend, RankError when another rank is gone.
     """
     config.check_sources()
-    check_output_dir(config)
-    run = start(with_saved_choices(config))
+    ranks = join(choose_device(config.device).type == "cpu", config.rank_timeout)
+    try:
+        run = start(config, ranks)
+        run_steps(run)
+    except RuntimeError as error:
+        if ranks.world_size == 1 or not is_rank_failure(error):
+            raise
+        reason = " ".join(str(error).split())[:200]
+        raise RankError(
+            f"rank {ranks.rank}: another rank died or stopped answering ({reason}); see its own output, then "
+            "go on with --resume"
+        ) from error
+    finally:
+        leave()
+    return run.output_dir
+
+
+def run_steps(run: Run) -> None:
+    """Every step, with its figures, validations and saved states."""
     config = run.config
-    print(header(run.prepared, run.schedule, run.num_steps, run.learning_rate))
+    say(run, header(run.prepared, run.schedule, run.num_steps, run.learning_rate))
     run.log.write("start", run.state.step, report_values(run.prepared))
+    compile_run(run)
     if not config.resume:
         validate(run)
         save(run)
     pending: list[tuple[list[UnrolledSums], Window]] = []
-    left = run.num_steps - run.state.step
-    windows = run.schedule.windows(run.prepared.data.train_samples, run.rank, run.state.position, left)
     with tqdm(
-        total=run.num_steps, initial=run.state.step, desc="training", unit="step", dynamic_ncols=True
+        total=run.num_steps,
+        initial=run.state.step,
+        desc="training",
+        unit="step",
+        dynamic_ncols=True,
+        disable=not run.ranks.is_first,
     ) as bar:
         waited_from = time.perf_counter()
-        for window in windows:
+        for window in remaining_windows(run):
             arrived = time.perf_counter()
+            graphs = graphs_so_far()
             pending.append((train_step(run, window.batches), window))
             run.state.position = window.position
             run.state.statistics.add(
-                batch_counts(window.batches),
+                counts_over_ranks(run, window.batches),
                 seconds=time.perf_counter() - waited_from,
                 data_seconds=arrived - waited_from,
                 alpha=config.ema_alpha,
+                compiled=graphs_so_far() > graphs,
             )
             bar.update()
             validation_due = is_due(run, config.eval_every or max(run.num_steps // 5, 1))
@@ -95,76 +137,136 @@ def train(config: TrainConfig) -> Path:
             if save_due:
                 save(run)
             waited_from = time.perf_counter()
+    finish(run)
+
+
+def remaining_windows(run: Run) -> Iterator[Window]:
+    left = run.num_steps - run.state.step
+    return run.schedule.windows(run.prepared.data.train_samples, run.ranks.rank, run.state.position, left)
+
+
+def finish(run: Run) -> None:
+    """The summary, on screen and in metrics.jsonl."""
     memory = peak_memory_gib(run.prepared.target.device)
-    print(summary(run.state, run.baseline, run.output_dir, config, memory))
+    counts = run.compiled.counts() if run.compiled else {}
+    say(run, summary(run.state, run.baseline, run.output_dir, run.config, memory, counts))
     totals = run.state.statistics.totals | run.state.statistics.overall()
     run.log.write(
-        "end", run.state.step, {"best_step": run.state.best_step, **totals, "peak_memory_gib": memory}
+        "end",
+        run.state.step,
+        {"best_step": run.state.best_step, **totals, **counts, "peak_memory_gib": memory},
     )
-    return run.output_dir
 
 
-def start(config: TrainConfig) -> Run:
-    """Load everything, and the saved state under --resume."""
+def say(run: Run, text: str) -> None:
+    """Print on the first rank, above any progress bar."""
+    if run.ranks.is_first and text:
+        tqdm.write(text)
+
+
+def start(config: TrainConfig, ranks: Ranks) -> Run:
+    """Load everything, and the saved state under --resume. What goes wrong on one rank is raised on all."""
+    ranks.together(lambda: check_output_dir(config), first_only=True)
+    config = with_saved_choices(config)
     if config.num_threads:
         torch.set_num_threads(config.num_threads)
-    rank, world_size = rank_and_world_size(on_cpu=choose_device(config.device).type == "cpu")
-    if world_size > 1:
-        raise InputError(f"{world_size} ranks were launched; training runs in one process so far")
-    prepared = prepare(config)
+    device = choose_device(config.device) if ranks.device is None else ranks.device
+    # Timed on one rank, because ranks could come to different answers.
+    dtype = ranks.from_first(lambda: choose_dtype(config.dtype, device))
+    prepared = ranks.together(lambda: prepare(config, device, dtype))
+    assert prepared is not None
     learning_rate = peak_learning_rate(config, prepared.head.config.hidden_size)
     optimizer = make_optimizer(prepared.head, config, learning_rate)
     digest = f"{data_digest(prepared.data.train_samples)}-{data_digest(prepared.data.heldout_samples)}"
     state = RunState(data_digest=digest)
     output_dir = Path(config.output_dir)
-    log = MetricsLog(output_dir / "metrics.jsonl")
+    log = MetricsLog(output_dir / "metrics.jsonl", is_kept=ranks.is_first)
     if config.resume:
-        state = load_state(output_dir / "state", prepared.head, optimizer)
+        loaded = ranks.together(lambda: load_state(output_dir / "state", prepared.head, optimizer))
+        assert loaded is not None
+        state = loaded
         if state.data_digest != digest:
             raise InputError(
                 f"--resume: the data differ from those of {output_dir}; restore them or start anew"
             )
         log.drop_after(state.step)
     config = resolved(config, prepared, learning_rate)
-    schedule = Schedule(prepared.data.train_lengths, config, world_size)
+    schedule = Schedule(prepared.data.train_lengths, config, ranks.world_size, prepared.data.train_supervised)
     num_steps = schedule.total_steps(state.step, state.position)
     if config.resume and state.plan_digest != schedule.digest(state.position):
         raise InputError(
             f"--resume: the plan of batches differs from that of {output_dir}; resume with the package "
             "version that it was started with, or start anew"
         )
-    require_agreement({"data": digest, "plan": schedule.digest(state.position)})
-    claim_output_dir(config)
+    plan_digest = schedule.digest(state.position)
+    ranks.require_agreement({"options": config.digest(), "data": digest, "plan": plan_digest})
+    ranks.together(lambda: claim_output_dir(config), first_only=True)
     return Run(
         config=config,
         prepared=prepared,
         schedule=schedule,
-        rank=rank,
+        ranks=ranks,
+        module=data_parallel(prepared.head, ranks),
         optimizer=optimizer,
         learning_rate=learning_rate,
         num_steps=num_steps,
         output_dir=output_dir,
         state=state,
         log=log,
-        baseline={} if config.mock_data else bigram_baseline(prepared, config.ttt_steps),
+        baseline={}
+        if config.mock_data or not ranks.is_first
+        else bigram_baseline(prepared, config.ttt_steps),
     )
 
 
+def compile_run(run: Run) -> None:
+    """Compile for every shape that training and validation will meet, or say why not."""
+    config, prepared = run.config, run.prepared
+    if config.torch_compile is False:
+        return
+    if fault := compiler_fault(prepared.target.device):
+        if config.torch_compile:
+            raise InputError(
+                f"--torch_compile: nothing can be compiled here ({fault}); install a C++ compiler such as "
+                "g++, or use --torch_compile false"
+            )
+        say(run, f"torch.compile is off: {fault}. Install a C++ compiler such as g++ for faster steps")
+        return
+    shapes = run.schedule.shapes(run.state.position, run.state.step, run.num_steps)
+    if prepared.data.heldout_samples:
+        shapes += validation_shapes(prepared.data.heldout_samples, config, run.ranks.world_size)
+    run.compiled = compile_objective(prepared.head, len(shapes))
+    warm_up(
+        run.compiled,
+        prepared.head,
+        prepared.target,
+        shapes,
+        config.granularity,
+        progress=run.ranks.is_first,
+    )
+    say(run, describe_compiled(run.compiled))
+    run.log.write("compiled", run.state.step, {**run.compiled.counts(), "seconds": run.compiled.warm_seconds})
+
+
 def train_step(run: Run, window: list[PackedBatch]) -> list[UnrolledSums]:
-    """One optimizer step over a window of micro-batches, normalised by the window's supervised rows."""
+    """One optimizer step over a window of micro-batches, normalised by the supervised rows of all ranks'
+    windows.
+    """
     config, state, head = run.config, run.state, run.prepared.head
-    counts_K = supervised_counts(window, config.ttt_steps)
+    counts_K = run.ranks.sum(supervised_counts(window, config.ttt_steps))
     state.step += 1
     if counts_K[0] == 0:
         # Nothing to learn from: no weight, no moment and no learning rate moves.
         state.empty_steps += 1
         return []
     step_weight_K = step_weights(counts_K, config.step_decay).to(run.prepared.target.device)
-    head.train()
     sums = []
     for batch in window:
-        batch_sums = micro_batch_sums(head, run.prepared.target, batch, step_weight_K)
-        batch_sums.loss.backward()
+        with without_sync(run.module, run.ranks, is_last=batch is window[-1]):
+            batch_sums = micro_batch_sums(
+                head, run.prepared.target, batch, step_weight_K, run.chunks, module=run.module
+            )
+            batch_sums.loss.backward()
         sums.append(replace(batch_sums, loss=batch_sums.loss.detach()))
     grad_norm = torch.nn.utils.clip_grad_norm_(head.parameters(), config.max_grad_norm)
     stop_if_not_finite(run, sum(float(s.loss) for s in sums) + float(grad_norm), window)
@@ -185,20 +287,22 @@ def supervised_counts(window: list[PackedBatch], ttt_steps: int) -> list[int]:
     ]
 
 
-def step_weights(counts_K: list[int], step_decay: float) -> Tensor:
+def step_weights(counts_K: Sequence[float], step_decay: float) -> Tensor:
     """decay^k / N_k, `[K]` float32; zero where no row is supervised."""
     return torch.tensor([step_decay**k / count if count else 0.0 for k, count in enumerate(counts_K)])
 
 
 def stop_if_not_finite(run: Run, value: float, window: list[PackedBatch]) -> None:
     """A NaN or infinity ends the run with the state of the step before it saved."""
-    if value - value == 0.0:
+    ok = value - value == 0.0
+    if not run.ranks.sum([0.0 if ok else 1.0])[0]:
         return
+    of_ranks = run.ranks.gather([] if ok else [source for batch in window for source in batch.sources])
     failed_step = run.state.step
     run.optimizer.zero_grad(set_to_none=True)
     run.state.step -= 1
     save(run)
-    sources = format_sources([source for batch in window for source in batch.sources])
+    sources = format_sources([source for of_rank in of_ranks for source in of_rank])
     raise InputError(
         f"loss or gradient is not finite at step {failed_step}, on {sources}; the state of step "
         f"{run.state.step} is saved in {run.output_dir / 'state'}. Look at these samples, or resume with "
@@ -213,7 +317,8 @@ def log_training(run: Run, pending: list[tuple[list[UnrolledSums], Window]], bar
     for sums, window in pending:
         for batch_sums, batch in zip(sums, window.batches, strict=bool(sums)):
             totals.add(batch_sums, batch.answer_remaining.numpy())
-    counts = batch_counts([batch for _, window in pending for batch in window.batches])
+    totals = totals.from_list(run.ranks.sum(totals.as_list()))
+    counts = counts_over_ranks(run, [batch for _, window in pending for batch in window.batches])
     last, statistics = pending[-1][1], run.state.statistics
     rates = statistics.rates(last.steps_per_epoch, run.config.ema_alpha)
     values = totals.metrics(run.config.step_decay) | {
@@ -228,15 +333,21 @@ def log_training(run: Run, pending: list[tuple[list[UnrolledSums], Window]], bar
         **rates,
         "peak_memory_gib": peak_memory_gib(run.prepared.target.device),
         "empty_steps": run.state.empty_steps,
+        **(run.compiled.counts() if run.compiled else {}),
     }
     run.log.write("train", run.state.step, values)
-    loss, length = values["loss"], totals.walks[ttt_steps].acceptance_length if totals.walks else None
+    loss, length = values["loss"], totals.walks[ttt_steps].acceptance_length
     speed = rates["tokens_per_second"] or 0.0
     bar.set_postfix_str(
         f"loss {loss:.3f}, acceptance length {length:.2f}, {speed:,.0f} tokens/s"
         if loss is not None and length is not None
         else "no supervised row"
     )
+
+
+def counts_over_ranks(run: Run, batches: list[PackedBatch]) -> dict[str, int]:
+    counts = batch_counts(batches)
+    return dict(zip(counts, map(round, run.ranks.sum(list(counts.values()))), strict=True))
 
 
 def validate(run: Run) -> None:
@@ -247,7 +358,6 @@ def validate(run: Run) -> None:
     if not prepared.data.heldout_samples:
         keep_head(run)
         return
-    prepared.head.eval()
     try:
         metrics = evaluate(
             prepared.head,
@@ -259,6 +369,8 @@ def validate(run: Run) -> None:
             padding_free=config.padding_free,
             batch_size=config.batch_size,
             step_decay=config.step_decay,
+            chunks=run.chunks,
+            ranks=run.ranks,
         )
     except InputError as error:
         finite = all(bool(parameter.isfinite().all()) for parameter in prepared.head.parameters())
@@ -266,13 +378,14 @@ def validate(run: Run) -> None:
             save(run)  # a validation that is not finite ends the run, but loses no step
         raise InputError(f"validation at step {state.step}: {error}") from error
     run.log.write("validation", state.step, {f"eval_{name}": value for name, value in metrics.items()})
-    tqdm.write(format_validation(state.step, metrics, run.baseline))
+    say(run, format_validation(state.step, metrics, run.baseline))
     if state.step == 0:
         share = metrics["target_own_token_share"]
-        tqdm.write(
+        say(
+            run,
             f"  {share:.1%} of the held-out answer tokens are the target's own arg-max"
             if share is not None
-            else ""
+            else "",
         )
     length = metrics["acceptance_length"][str(config.ttt_steps)]
     if state.step == 0:
@@ -285,13 +398,16 @@ def validate(run: Run) -> None:
 def keep_head(run: Run) -> None:
     """Write the head as what the output directory offers to engines."""
     target = run.prepared.target
+    if not run.ranks.is_first:
+        return
     save_draft_head(run.prepared.head, run.output_dir, target_config=target.config, dtype=target.dtype)
 
 
 def save(run: Run) -> None:
     """Write the state that --resume goes on from."""
     run.state.plan_digest = run.schedule.digest(run.state.position)
-    save_state(run.output_dir / "state", run.state, run.prepared.head, run.optimizer)
+    if run.ranks.is_first:
+        save_state(run.output_dir / "state", run.state, run.prepared.head, run.optimizer)
 
 
 def is_due(run: Run, every: int) -> bool:

@@ -21,6 +21,7 @@ from eagle_train.train.state import RunState
 FREE_ON_RESUME = {
     "resume", "overwrite", "output_dir", "device", "num_threads", "log_every", "eval_every", "save_every",
     "max_steps", "num_epochs", "learning_rate", "dtype", "ema_alpha",
+    "torch_compile", "compile_target",
 }  # fmt: skip
 # Derived anew on every start: where the run goes on, and how far.
 NOT_TAKEN_OVER = {"device", "max_steps", "eval_every", "save_every", "num_threads"}
@@ -76,7 +77,8 @@ def resolved(config: TrainConfig, prepared: Prepared, learning_rate: float) -> T
     return replace(
         config,
         dtype=str(target.dtype).removeprefix("torch."),
-        device=str(target.device),
+        # The kind of device only: each rank has its own, and so may the next run.
+        device=target.device.type if config.device == "auto" else config.device,
         aux_layer_ids=target.aux_layer_ids,
         bucket_granularity=config.granularity,
         draft_vocab_size=prepared.head.config.draft_vocab_size,
@@ -158,6 +160,8 @@ def header(prepared: Prepared, schedule: Schedule, num_steps: int, learning_rate
         f"AdamW, peak learning rate {learning_rate:.2g}",
         "output": config.output_dir,
     }
+    if schedule.geometry.world_size > 1:
+        facts["ranks"] = f"{schedule.geometry.world_size}, data parallel"
     if schedule.geometry.translation:
         facts["global batch"] = schedule.geometry.translation
     return format_facts("eagle_train", facts) + _notes(prepared)
@@ -206,12 +210,24 @@ def _notes(prepared: Prepared) -> str:
     )
 
 
+def describe_counts(counts: Mapping[str, int]) -> str:
+    """What torch.compile did; a graph after the warm-up is a fault of the plan and is shown as such."""
+    if not counts:
+        return "none compiled"
+    again = counts["recompiles_after_warmup"]
+    return (
+        f"{counts['graphs_compiled']:,} compiled, {again:,} after the warm-up{' (unplanned)' * bool(again)}, "
+        f"{counts['eager_fallbacks']:,} fallbacks"
+    )
+
+
 def summary(
     state: RunState,
     baseline: Mapping[str, float | None],
     output_dir: Path,
     config: TrainConfig,
     peak_memory_gib: float,
+    compile_counts: Mapping[str, int],
 ) -> str:
     """What came of it, where the head lies and what to do next."""
     target = DEMO / "target" if config.target == DEMO_NAME else config.target
@@ -231,6 +247,7 @@ def summary(
         f"{rates['slots_per_second']:,.0f} slots (fill {rates['fill']:.1%})",
         "waited for data": f"{rates['data_wait_share']:.1%} of the time",
         "peak memory": f"{peak_memory_gib:.2f} GiB",
+        "graphs": describe_counts(compile_counts),
         "best head": f"{output_dir} (of step {state.best_step})"
         if state.best_step is not None
         else f"{output_dir} (the last one; nothing was held out)",

@@ -47,13 +47,12 @@ class Prepared:
     own_token_share: float
 
 
-def prepare(config: TrainConfig) -> Prepared:
-    """Load and check everything; the order puts cheap checks first."""
+def prepare(config: TrainConfig, device: torch.device, dtype: torch.dtype) -> Prepared:
+    """Load and check everything; the order puts cheap checks first. dtype: of computations."""
     if config.target is None and not config.mock_data:
         raise InputError(
             "--target is not named; name a model and --data, or run without a --config for the demo"
         )
-    device = choose_device(config.device)
     is_demo = config.target == DEMO_NAME or (config.target is None and not config.mock_target)
     name = str(DEMO / "target") if is_demo else config.target or MOCK_TARGET_NAME
     longest = None
@@ -67,7 +66,7 @@ def prepare(config: TrainConfig) -> Prepared:
     aux_layer_ids = resolve_aux_layer_ids(num_layers, config.aux_layer_ids)
     tokenizer = None if config.mock_data else load_tokenizer(name, config)
     data = prepare_data(config, tokenizer, vocab_size, longest)
-    target = open_target(name, config, device, aux_layer_ids)
+    target = open_target(name, config, device, dtype, aux_layer_ids)
     head, coverage = make_draft_head(target, tokenizer, data.train_samples, config)
     return Prepared(
         target=target,
@@ -80,10 +79,13 @@ def prepare(config: TrainConfig) -> Prepared:
 
 
 def open_target(
-    name: str, config: TrainConfig, device: torch.device, aux_layer_ids: tuple[int, int, int]
+    name: str,
+    config: TrainConfig,
+    device: torch.device,
+    dtype: torch.dtype,
+    aux_layer_ids: tuple[int, int, int],
 ) -> Target:
     """The target that the options name, checked by a probe, or random features in its place."""
-    dtype = choose_dtype(config.dtype, device)
     if config.mock_target:
         hidden_size, num_layers, vocab_size = parse_mock_target(config.mock_target)
         return MockTarget(

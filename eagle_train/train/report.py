@@ -9,19 +9,24 @@ from eagle_train.files import write_atomically
 
 
 class MetricsLog:
-    """Appends events to a JSON-lines file. A missing figure is null; NaN is never written."""
+    """Appends events to a JSON-lines file. A missing figure is null; NaN is never written.
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    is_kept: False on all ranks but the first.
+    """
+
+    def __init__(self, path: Path, *, is_kept: bool = True) -> None:
+        self.path, self.is_kept = path, is_kept
 
     def write(self, event: str, step: int, values: Mapping[str, Any]) -> None:
+        if not self.is_kept:
+            return
         line = json.dumps({"event": event, "step": step, **values}, allow_nan=False)
         with self.path.open("a") as file:
             file.write(line + "\n")
 
     def drop_after(self, step: int) -> None:
         """Forget events of steps that a resumed run will do again, and a line that a crash cut short."""
-        if not self.path.exists():
+        if not self.is_kept or not self.path.exists():
             return
         lines = self.path.read_text().splitlines(keepends=True)
         kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]

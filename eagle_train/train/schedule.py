@@ -3,6 +3,7 @@ that every rank makes it alone and resuming reads no data.
 """
 
 import hashlib
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -13,7 +14,15 @@ from eagle_train.config import TrainConfig
 from eagle_train.data.collator import BucketingCollator, round_up
 from eagle_train.data.loader import PlannedBatches, planned_loader
 from eagle_train.data.mock import MockSamples
-from eagle_train.data.packing import Ints, Plan, plan_batches, plan_multipack
+from eagle_train.data.packing import (
+    Ints,
+    Plan,
+    Shape,
+    plan_batches,
+    plan_multipack,
+    plan_shapes,
+    supervised_buckets,
+)
 from eagle_train.data.packing_baselines import plan_multipack_v1, plan_multipack_v2, plan_next_fit
 from eagle_train.data.plan_figures import step_imbalance
 from eagle_train.data.samples import Sample
@@ -118,8 +127,15 @@ class Schedule:
     found by making their plans again, and what is left is planned anew: each sample stays once an epoch.
     """
 
-    def __init__(self, lengths: Sequence[int] | Ints, config: TrainConfig, world_size: int) -> None:
+    def __init__(
+        self,
+        lengths: Sequence[int] | Ints,
+        config: TrainConfig,
+        world_size: int,
+        supervised_rows: Ints | None = None,
+    ) -> None:
         self.lengths = np.asarray(lengths, dtype=np.int64)
+        self.supervised_rows = np.zeros_like(self.lengths) if supervised_rows is None else supervised_rows
         self.config = config
         self.geometry = batch_geometry(self.lengths, config, world_size)
         # The plan asked for last, because planning a million samples takes seconds.
@@ -207,6 +223,22 @@ class Schedule:
             step += self.optimizer_steps(self.plan(position.epoch, earlier).num_steps - done)
         return step
 
+    def shapes(self, position: Position, step: int, num_steps: int) -> Counter[Shape]:
+        """Shapes of all batches that are still to come, for the compiler."""
+        earlier, done = self._open(position)
+        epoch, shapes = position.epoch, Counter[Shape]()
+        while step < num_steps:
+            plan = self.plan(epoch, earlier)
+            shapes += plan_shapes(
+                plan,
+                self.supervised_rows,
+                self.config.granularity,
+                padding_free=self.config.padding_free,
+            )
+            step += self.optimizer_steps(plan.num_steps - done)
+            epoch, earlier, done = epoch + 1, (), 0
+        return shapes
+
     def windows(
         self, samples: Sequence[Sample], rank: int, position: Position, num_steps: int
     ) -> Iterator[Window]:
@@ -219,7 +251,9 @@ class Schedule:
             imbalance = step_imbalance(plan, self.lengths)
             per_epoch = self.optimizer_steps(plan.num_steps)
             batches: list[PackedBatch] = []
-            for batch in planned_loader(PlannedBatches(samples, plan, collator, rank), done):
+            supervised = supervised_buckets(plan, self.supervised_rows, self.config.granularity)
+            planned = PlannedBatches(samples, plan, collator, rank, supervised)
+            for batch in planned_loader(planned, done):
                 batches.append(batch)
                 done += 1
                 if len(batches) < self.geometry.accumulation_steps and done < plan.num_steps:

@@ -42,10 +42,13 @@ class SplitReport:
 
 @dataclass(frozen=True, slots=True)
 class PreparedData:
-    """The samples that a run trains on and validates with. train_lengths: tokens of each training sample."""
+    """The samples that a run trains on and validates with. train_lengths, train_supervised: tokens and rows
+    supervised at TTT step 0 of each training sample, int64 `[N]`.
+    """
 
     train_samples: Sequence[Sample]
     train_lengths: Ints
+    train_supervised: Ints
     heldout_samples: Sequence[Sample]
     train_report: SplitReport
     heldout_report: SplitReport | None  # None: split off the training data
@@ -77,7 +80,8 @@ def prepare_data(
     else:
         train, heldout = split_off(train, config.eval_fraction, config.seed, config.max_eval_samples)
     lengths = np.array([len(sample) for sample in train], dtype=np.int64)
-    return PreparedData(train, lengths, heldout, train_report, heldout_report)
+    supervised = np.array([sample.num_supervised_rows for sample in train], dtype=np.int64)
+    return PreparedData(train, lengths, supervised, heldout, train_report, heldout_report)
 
 
 def _mock_data(config: TrainConfig, vocab_size: int, limit: int) -> PreparedData:
@@ -96,7 +100,7 @@ def _mock_data(config: TrainConfig, vocab_size: int, limit: int) -> PreparedData
     num_heldout = max(round(config.eval_fraction * len(lengths)), int(config.eval_fraction > 0))
     num_heldout = min(num_heldout, config.max_eval_samples or num_heldout)
     heldout = MockSamples(lengths[:num_heldout], vocab_size, share, config.seed + 1)
-    return PreparedData(train, lengths, heldout, SplitReport(None, report), None)
+    return PreparedData(train, lengths, train.supervised_rows, heldout, SplitReport(None, report), None)
 
 
 def fit_lengths(

@@ -1,0 +1,152 @@
+"""torch.compile around the draft head and the vocabulary work, with every shape known before step 1.
+
+What is compiled: a draft step's two halves around attention (`project`, `finish`), `fuse`, and the chunk
+functions of the loss. The halves see as many rows as a row's bucket or the supervised rows' bucket, both
+multiples of the bucket granularity; the chunk functions see one shape. Attention stays outside: the number
+of documents, the longest document and the TTT step never enter a graph. So there are two graphs for each
+bucket in use and one more for each row length, whatever K is.
+
+Every compiled function is a full graph, so nothing falls back to eager without an error; `Compiled.counts`
+reads Dynamo's own counters.
+"""
+
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+import torch._dynamo
+from torch._dynamo.utils import counters
+from tqdm import tqdm
+
+from eagle_train.batch import PackedBatch
+from eagle_train.data.collator import BucketingCollator
+from eagle_train.data.packing import Shape
+from eagle_train.data.samples import Sample, answer_remaining_from_spans
+from eagle_train.model.eagle3 import Eagle3DraftHead
+from eagle_train.model.target import Target
+from eagle_train.objective.losses import ChunkFunctions, gradient_chunk, label_chunk, statistics_chunk
+from eagle_train.train.evaluate import micro_batch_sums
+
+HEAD_FUNCTIONS = ("fuse", "project", "finish")
+SPARE_GRAPHS = 8  # beyond the planned ones, so that an unplanned shape is counted and not refused
+
+
+def compiler_fault(device: torch.device) -> str | None:
+    """Why nothing can be compiled for a device here, in one line, or None: found by compiling a trifle."""
+    try:
+        trifle = torch.compile(lambda x: x.sin() + 1, fullgraph=True, dynamic=False)
+        trifle(torch.zeros(8, device=device))
+    except Exception as error:  # whatever the compiler's tool chain raises
+        reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        return reason.strip()[:160]
+    return None
+
+
+@dataclass(slots=True)
+class Compiled:
+    """The compiled functions of a run and what Dynamo did since they were made.
+
+    chunks: for `unrolled_sums`; at_start, at_warm: Dynamo's number of graphs when compiling began and when
+    the warm-up was over.
+    """
+
+    chunks: ChunkFunctions
+    at_start: int
+    at_warm: int | None = None
+    fallbacks_at_start: int = 0
+    warm_seconds: dict[str, float] = field(default_factory=dict)
+
+    def counts(self) -> dict[str, int]:
+        """graphs_compiled; recompiles_after_warmup; eager_fallbacks: graph breaks, which ran parts of a
+        function uncompiled.
+        """
+        graphs = graphs_so_far()
+        return {
+            "graphs_compiled": graphs - self.at_start,
+            "recompiles_after_warmup": 0 if self.at_warm is None else graphs - self.at_warm,
+            "eager_fallbacks": fallbacks_so_far() - self.fallbacks_at_start,
+        }
+
+
+def graphs_so_far() -> int:
+    return counters["stats"]["unique_graphs"]
+
+
+def fallbacks_so_far() -> int:
+    return sum(counters["graph_break"].values())
+
+
+def compile_objective(head: Eagle3DraftHead, num_shapes: int, *, dynamic: bool = False) -> Compiled:
+    """Replace the head's functions by compiled ones, from outside, and return the compiled chunk functions.
+
+    num_shapes: batch shapes that are expected; Dynamo's limits are raised so that all fit, because at its own
+    limit of 8 graphs a function it would stop compiling. dynamic: one graph for all lengths instead of one
+    for each, for comparison.
+    """
+    dynamo: Any = torch._dynamo.config
+    dynamo.recompile_limit = max(dynamo.recompile_limit, 2 * num_shapes + SPARE_GRAPHS)
+    dynamo.accumulated_recompile_limit = max(
+        dynamo.accumulated_recompile_limit, len(HEAD_FUNCTIONS) * dynamo.recompile_limit
+    )
+    # Would cut graphs at the borders of DistributedDataParallel's buckets, to overlap with its sums.
+    dynamo.optimize_ddp = False
+    at_start, fallbacks = graphs_so_far(), fallbacks_so_far()
+    for name in HEAD_FUNCTIONS:
+        setattr(head, name, _compiled(getattr(head, name), dynamic))
+    chunks = ChunkFunctions(
+        label=_compiled(label_chunk, dynamic),
+        statistics=_compiled(statistics_chunk, dynamic),
+        gradient=_compiled(gradient_chunk, dynamic),
+    )
+    return Compiled(chunks, at_start, fallbacks_at_start=fallbacks)
+
+
+def _compiled(function: Callable[..., Any], dynamic: bool) -> Callable[..., Any]:
+    return torch.compile(function, fullgraph=True, dynamic=dynamic)
+
+
+def warm_up(
+    compiled: Compiled,
+    head: Eagle3DraftHead,
+    target: Target,
+    shapes: Iterable[Shape],
+    granularity: int,
+    *,
+    progress: bool = True,
+) -> None:
+    """Compile every planned shape, forward and backward, for training and for validation.
+
+    Two TTT steps do: step 0 and any later one run the same graphs whatever K is.
+    """
+    shapes = sorted(shapes, reverse=True)
+    with tqdm(shapes, desc="compiling", unit="shape", disable=not progress, leave=False) as bar:
+        for shape in bar:
+            bar.set_postfix_str(str(shape))
+            started = time.perf_counter()
+            batch = _example(shape, granularity)
+            weights = torch.ones(2, device=target.device)
+            micro_batch_sums(head, target, batch, weights, compiled.chunks).loss.backward()
+            micro_batch_sums(head, target, batch, weights, compiled.chunks, differentiable=False)
+            head.zero_grad(set_to_none=True)
+            compiled.warm_seconds[str(shape)] = time.perf_counter() - started
+    compiled.at_warm = graphs_so_far()
+
+
+def _example(shape: Shape, granularity: int) -> PackedBatch:
+    """A batch of a shape, nearly all padding: one short answer in each row."""
+    length = min(8, shape.bucket_len)
+    answer = answer_remaining_from_spans(length, [(min(2, length - 1), length)])
+    sample = Sample(np.zeros(length, dtype=np.int32), answer, "warm-up")
+    collator = BucketingCollator(granularity, padding_free=shape.num_rows == 1)
+    return collator([sample] * shape.num_rows, shape.bucket_len, shape.supervised_len)
+
+
+def describe_compiled(compiled: Compiled) -> str:
+    """One line: shapes with the seconds of each, and how many graphs."""
+    shapes = ", ".join(f"{shape} ({seconds:.1f} s)" for shape, seconds in compiled.warm_seconds.items())
+    graphs = compiled.counts()["graphs_compiled"]
+    total = sum(compiled.warm_seconds.values())
+    return f"compiled {graphs} graphs for {len(compiled.warm_seconds)} shapes in {total:.0f} s: {shapes}"
