@@ -1,5 +1,6 @@
 """python -m eagle_train [train|plan] [flags]: `train` when the first word is a flag."""
 
+import os
 import sys
 from collections.abc import Sequence
 from itertools import pairwise
@@ -29,6 +30,9 @@ def main(args: Sequence[str]) -> int:
     except InputError as error:
         print(f"eagle_train: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
+    except BrokenPipeError:  # the reader of our output, such as head, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
     except KeyboardInterrupt:
         print("eagle_train: interrupted; --resume goes on from the last saved state", file=sys.stderr)
         return 130
