@@ -1,5 +1,6 @@
 """python -m eagle_train [train|plan] [flags]: `train` when the first word is a flag."""
 
+import os
 import sys
 from collections.abc import Sequence
 from itertools import pairwise
@@ -32,6 +33,9 @@ def main(args: Sequence[str]) -> int:
     except RankError as error:
         print(f"eagle_train: {' '.join(str(error).split())}", file=sys.stderr)
         return 1
+    except BrokenPipeError:  # the reader of our output, such as head, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
     except KeyboardInterrupt:
         print("eagle_train: interrupted; --resume goes on from the last saved state", file=sys.stderr)
         return 130

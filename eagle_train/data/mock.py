@@ -65,7 +65,8 @@ def read_lengths(name: str, flag: str) -> Ints:
     """
     path = Path(name)
     if not os.path.isfile(name):  # unlike Path.is_file, false for names that no file can have
-        raise InputError(f"{flag} is {name!r}, which is no file; give {SPELLINGS}")
+        spellings = SPELLINGS if flag == "--mock_len" else "a file of lengths (.npy, or one number a line)"
+        raise InputError(f"{flag} is {name!r}, which is no file; give {spellings}")
     lengths = _read_npy(path, flag) if path.suffix == ".npy" else _read_text(path, flag)
     if len(lengths) == 0:
         raise InputError(f"{flag} {path} holds no length; it needs at least one")

@@ -4,6 +4,7 @@ Shapes: T rows, R chosen rows, H hidden, V vocabulary.
 """
 
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -17,8 +18,8 @@ from eagle_train.batch import PackedBatch, TargetFeatures
 from eagle_train.errors import InputError
 from eagle_train.model.attention import DocumentLayout
 from eagle_train.model.eagle3 import Eagle3Config
+from eagle_train.model.target_attention import PADDED_REMEDY, document_layout, register_target_attention
 from eagle_train.model.target_attention import check_target as check_family
-from eagle_train.model.target_attention import document_layout, register_target_attention
 
 
 class Target(Protocol):
@@ -275,23 +276,57 @@ def draft_config(target: Target, draft_vocab_size: int, intermediate_size: int |
 
 @torch.no_grad()
 def probe_target(target: FrozenTarget) -> None:
-    """Two short documents in one batch must give the very logits that the model gives for each alone: on one
-    row, or on a padded row each where the target's attention reads across documents.
+    """Two short documents in one batch must give the very logits that the model gives for each alone, and the
+    second's states must not change with the first's tokens: on one row, or on a padded row each where the
+    target's attention reads across documents.
 
     Raises InputError naming the class when documents read each other, or when the family scales its logits
     in a way that `FrozenTarget.logits` does not know.
     """
-    # float32 differs by summation order only; bf16 rounds each of dozens of layers.
-    tolerance = 1e-3 if target.dtype == torch.float32 else 0.06
-    generator = torch.Generator().manual_seed(0)
-    # A document of 5 tokens and one of 9; padded, the first is followed by 4 slots of padding.
+    # Against separate runs float32 differs by summation order only; bf16 rounds each of dozens of layers,
+    # which could hide a leak. Two runs of one shape do not differ, or by rounding where experts are batched.
+    tolerance, leak_limit = (1e-3, 1e-4) if target.dtype == torch.float32 else (0.06, 5e-3)
+    batch, documents = _probe_batch(target)
+    first, second = documents
+    states = target.features(batch)
+    ours = target.logits(torch.cat([states.final_hidden[rows] for rows in documents])).float()
+    own = torch.cat(
+        [
+            target.model(input_ids=batch.input_ids[None, rows], use_cache=False).logits[0].float()
+            for rows in documents
+        ]
+    )
+    difference = _relative_difference(ours, own)
+    changed_ids = batch.input_ids.clone()
+    changed_ids[first] = changed_ids[first].flip(0)
+    changed = target.features(replace(batch, input_ids=changed_ids))
+    leak = max(
+        _relative_difference(changed.aux_hidden_states[second], states.aux_hidden_states[second]),
+        _relative_difference(changed.final_hidden[second], states.final_hidden[second]),
+    )
+    remedy = "use another --target, or " + PADDED_REMEDY
+    if not leak <= leak_limit:
+        raise InputError(
+            f"{type(target.model).__name__} reads across the documents of a row: changing one changes the "
+            f"states of the next (relative difference {leak:.2g}, limit {leak_limit:.2g}); {remedy}"
+        )
+    if not difference <= tolerance:
+        raise InputError(
+            f"{type(target.model).__name__} gives other logits for packed documents than for each alone "
+            f"(relative difference {difference:.2g}, limit {tolerance:.2g}): its attention reads across "
+            f"documents or its head scales logits in an unknown way; {remedy}"
+        )
+
+
+def _probe_batch(target: FrozenTarget) -> tuple[PackedBatch, list[slice]]:
+    """A document of 5 tokens and one of 9, and where they lie; padded, the first has 4 slots of padding."""
     offsets: tuple[int, ...] = (0, 5, 14)
     documents = [slice(0, 5), slice(5, 14)]
     if not target.isolates_documents:
         offsets, documents = (0, 5, 9, 18), [slice(0, 5), slice(9, 18)]
-    ids = torch.randint(
-        0, min(target.vocab_size, len(target.embedding_VH)), (offsets[-1],), generator=generator
-    )
+    generator = torch.Generator().manual_seed(0)
+    num_ids = min(target.vocab_size, len(target.embedding_VH))
+    ids = torch.randint(0, num_ids, (offsets[-1],), generator=generator)
     position_ids = torch.zeros_like(ids)
     for rows in documents:
         position_ids[rows] = torch.arange(rows.stop - rows.start)
@@ -305,22 +340,12 @@ def probe_target(target: FrozenTarget) -> None:
         num_tokens=14,
         num_rows=1 if target.isolates_documents else 2,
         sources=("probe", "probe"),
-    ).to(target.device)
-    logits = target.logits(target.features(batch).final_hidden).float()
-    ours = torch.cat([logits[rows] for rows in documents])
-    own = torch.cat(
-        [
-            target.model(input_ids=batch.input_ids[None, rows], use_cache=False).logits[0].float()
-            for rows in documents
-        ]
     )
-    difference = ((ours - own).norm() / own.norm()).item()
-    if not difference <= tolerance:
-        raise InputError(
-            f"{type(target.model).__name__} gives other logits for packed documents than for each alone "
-            f"(relative difference {difference:.2g}, limit {tolerance:.2g}): its attention reads across "
-            "documents or its head scales logits in an unknown way. Use another --target"
-        )
+    return batch.to(target.device), documents
+
+
+def _relative_difference(x: Tensor, y: Tensor) -> float:
+    return ((x.float() - y.float()).norm() / y.float().norm()).item()
 
 
 def _decoder_layers(decoder: nn.Module, num_layers: int) -> nn.ModuleList:

@@ -36,6 +36,8 @@ from eagle_train.errors import InputError
 from eagle_train.model.attention import DocumentLayout, causal_attention
 
 NAME = "eagle_train"
+# What still works for a model whose documents cannot be kept apart on one row.
+PADDED_REMEDY = "train on padded rows with --packing none --padding_free false --attn_implementation eager"
 _BLOCK_ROWS = 512  # the written-out path holds B x N x 512 x (visible keys) scores at a time
 _layout: ContextVar[DocumentLayout | None] = ContextVar("document_layout", default=None)
 
@@ -211,5 +213,6 @@ def _attend_block(query: Tensor, key: Tensor, value: Tensor, visible: Tensor, fo
 
 def _refusal(who: str, what: str) -> InputError:
     return InputError(
-        f"{who} uses {what}, which the document-isolating attention does not compute: use another --target"
+        f"{who} uses {what}, which the document-isolating attention does not compute: use another --target, "
+        f"or {PADDED_REMEDY}"
     )

@@ -29,7 +29,7 @@ def plan(options: PlanConfig, config: TrainConfig, *, compare: bool) -> None:
 
     Raises InputError as training does for options and data, and for a target that --data needs.
     """
-    lengths, report, source = read_plan_lengths(options, config)
+    lengths, sample_ids, report, source = read_plan_lengths(options, config)
     if not len(lengths):
         raise InputError(f"{source}: no sample is left to plan; raise --training_seq_len or check the data")
     modes = packing_modes(config) if compare else {mode_name(config): config}
@@ -48,30 +48,37 @@ def plan(options: PlanConfig, config: TrainConfig, *, compare: bool) -> None:
     else:
         print(format_plan(source, facts, shown, figures))
     if options.out:
-        write_plan(Path(options.out), shown.epoch_plan(0), lengths)
+        write_plan(Path(options.out), shown.epoch_plan(0), lengths, sample_ids)
 
 
-def read_plan_lengths(options: PlanConfig, config: TrainConfig) -> tuple[Ints, LengthReport, str]:
-    """Lengths within --training_seq_len, what was cut or left out for it, and where they come from."""
+def read_plan_lengths(options: PlanConfig, config: TrainConfig) -> tuple[Ints, Ints, LengthReport, str]:
+    """Lengths within --training_seq_len, the samples that they belong to, what was cut or left out for it,
+    and where they come from. Samples are counted as they lie in --lengths, else as training counts them.
+    """
     if options.lengths:
         if config.data or config.mock_data or config.target:
             raise InputError("--lengths stands in place of data; drop --data, --target and --mock_data")
-        lengths, report = fit_lengths(
-            read_lengths(options.lengths, "--lengths"), config.training_seq_len, config.overlong, shortest=1
-        )
-        return lengths, report, options.lengths
+        in_file = read_lengths(options.lengths, "--lengths")
+        limit = config.training_seq_len
+        lengths, report = fit_lengths(in_file, limit, config.overlong, shortest=1)
+        kept = in_file <= limit if config.overlong == "drop" else np.ones(len(in_file), dtype=bool)
+        return lengths, np.flatnonzero(kept), report, options.lengths
+    if config.target:
+        config.check_sources()
+    elif not (config.data or config.mock_data):
+        raise InputError("nothing to plan; name --lengths, --data or --mock_data")
     tokenizer, vocab_size, longest = None, ANY_VOCABULARY, None
-    if config.target and not config.mock_data:
-        name = str(DEMO / "target") if config.target == DEMO_NAME else config.target
+    # As in training, mock data without any target are for the demo's.
+    target = config.target or (DEMO_NAME if config.mock_data and not config.mock_target else None)
+    if target:
+        name = str(DEMO / "target") if target == DEMO_NAME else target
         target_config = read_target_config(name, config.trust_remote_code)
         vocab_size = target_config.vocab_size
         longest = getattr(target_config, "max_position_embeddings", None)
-        tokenizer = load_tokenizer(name, config)
-    elif not (config.data or config.mock_data):
-        raise InputError("nothing to plan; name --lengths, --data or --mock_data")
+        tokenizer = None if config.mock_data else load_tokenizer(name, config)
     data = prepare_data(config, tokenizer, vocab_size, longest)
     source = "mock data" if config.mock_data else ", ".join(config.data) or "the bundled demo"
-    return data.train_lengths, data.train_report.length, source
+    return data.train_lengths, np.arange(len(data.train_lengths)), data.train_report.length, source
 
 
 def packing_modes(config: TrainConfig) -> dict[str, TrainConfig]:
@@ -163,7 +170,7 @@ def format_plan(
     return f"{format_facts(f'plan of {source}', lines)}\n{format_table(header, rows)}\n{legend}"
 
 
-def write_plan(path: Path, epoch: Plan, lengths: Ints) -> None:
+def write_plan(path: Path, epoch: Plan, lengths: Ints, sample_ids: Ints) -> None:
     """One JSON object a step and rank."""
     lines = []
     for step in range(epoch.num_steps):
@@ -172,7 +179,7 @@ def write_plan(path: Path, epoch: Plan, lengths: Ints) -> None:
             entry = {
                 "step": step,
                 "rank": rank,
-                "samples": pack,
+                "samples": sample_ids[pack].tolist(),
                 "tokens": int(lengths[pack].sum()),
                 "bucket": int(epoch.bucket_lens[step]),
             }

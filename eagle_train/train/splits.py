@@ -2,12 +2,14 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from eagle_train.config import TrainConfig
+from eagle_train.data.conversations import Conversation, read_rows
 from eagle_train.data.loading import DataReport, load_samples
 from eagle_train.data.mock import MockSamples, mock_lengths
 from eagle_train.data.packing import Ints
@@ -88,7 +90,9 @@ def _mock_data(config: TrainConfig, vocab_size: int, limit: int) -> PreparedData
     """Random samples, made when they are read; held out are others of the same kind."""
     spec = config.mock_len or MOCK_LEN
     lengths, report = fit_lengths(
-        mock_lengths(spec, config.mock_num_samples, config.seed), limit, config.overlong
+        mock_lengths(spec, config.mock_num_samples, config.seed)[: config.max_samples],
+        limit,
+        config.overlong,
     )
     if not len(lengths):
         raise InputError(
@@ -134,6 +138,8 @@ def _load_split(
     config: TrainConfig,
     max_rows: int | None,
 ) -> tuple[list[Sample], SplitReport]:
+    if tokenizer is None:
+        _check_pretokenised(paths, config, max_rows)
     samples, data_report = load_samples(
         paths,
         tokenizer,
@@ -152,6 +158,15 @@ def _load_split(
             "--training_seq_len, or check the data"
         )
     return kept, SplitReport(data_report, length_report)
+
+
+def _check_pretokenised(paths: list[Path], config: TrainConfig, max_rows: int | None) -> None:
+    for row in islice(read_rows(paths, role_map=config.parsed_role_map()), max_rows):
+        if isinstance(row, Conversation) and row.input_ids is None:
+            raise InputError(
+                f"{row.source} is a conversation, which only the target's tokenizer turns into tokens; name "
+                "the model as --target, or give rows with input_ids and loss_mask"
+            )
 
 
 def fit_length(samples: list[Sample], limit: int, overlong: str) -> tuple[list[Sample], LengthReport]:

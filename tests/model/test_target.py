@@ -199,7 +199,7 @@ def test_the_probe_refuses_attention_that_reads_across_documents(monkeypatch: py
     target = tiny_target("qwen3", head_dim=16)
     probe_target(target)
     monkeypatch.setattr(eagle_train.model.target, "document_layout", nullcontext)
-    with pytest.raises(InputError, match="Qwen3ForCausalLM gives other logits"):
+    with pytest.raises(InputError, match="Qwen3ForCausalLM reads across the documents"):
         probe_target(target)
 
 
