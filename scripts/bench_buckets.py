@@ -2,19 +2,20 @@
 
     python scripts/bench_buckets.py --json buckets.json
 
-The same unpacked, padding-free batches are trained once under each setting: eager without buckets; compiled for a granularity of 256, 512 and 1,024; compiled with
-every batch padded to --training_seq_len ("fixed", what static shapes cost without buckets); and compiled with
-dynamic=True without buckets. A step is the target's forward, the unrolled loss, its backward, clipping and
-AdamW. Compile seconds are those of the warm-up (all planned shapes) or, with dynamic shapes, what the first
-steps took longer than the median step; the Inductor cache is emptied first, unless --warm_cache.
+The same unpacked, padding-free batches are trained once under each setting: eager without buckets; compiled
+for a granularity of 256, 512 and 1,024; compiled with every batch padded to --training_seq_len ("fixed", what
+static shapes cost without buckets); and compiled with dynamic=True without buckets. A step is the target's
+forward, the unrolled loss, its backward, clipping and AdamW. Compile seconds are those of the warm-up (all
+planned shapes) or, with dynamic shapes, what the first steps took longer than the median step; the Inductor
+cache is emptied first, unless --warm_cache.
 
 "paid back": the step at which a compiled run has overtaken the eager one, compile seconds included.
 """
 
 import argparse
 import json
-import tempfile
 import os
+import tempfile
 import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -72,7 +73,9 @@ def main() -> None:
 
 
 def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=40, help="steps that are timed under each setting")
     parser.add_argument("--batch_size", type=int, default=8, help="samples of a batch")
     parser.add_argument("--training_seq_len", type=int, default=4096, help="tokens")
@@ -108,7 +111,9 @@ def measure(setting: Setting, args: argparse.Namespace) -> Setting:
     prepared = prepare(config, device, choose_dtype("auto", device))
     schedule = Schedule(prepared.data.train_lengths, config, 1, prepared.data.train_supervised)
     compiled = compile_for(setting, prepared, schedule, config)
-    optimizer = make_optimizer(prepared.head, config, peak_learning_rate(config, prepared.head.config.hidden_size))
+    optimizer = make_optimizer(
+        prepared.head, config, peak_learning_rate(config, prepared.head.config.hidden_size)
+    )
     before = graphs_so_far()
     windows = schedule.windows(prepared.data.train_samples, 0, Position(), args.steps)
     for window in tqdm(windows, desc=setting.name, total=args.steps, unit="step", leave=False):
@@ -149,7 +154,9 @@ def train_step(
     weights = step_weights(supervised_counts(batches, config.ttt_steps), config.step_decay)
     chunks = {"chunks": compiled.chunks} if compiled else {}
     for batch in batches:
-        sums = micro_batch_sums(prepared.head, prepared.target, batch, weights.to(prepared.target.device), **chunks)
+        sums = micro_batch_sums(
+            prepared.head, prepared.target, batch, weights.to(prepared.target.device), **chunks
+        )
         sums.loss.backward()
     torch.nn.utils.clip_grad_norm_(prepared.head.parameters(), config.max_grad_norm)
     optimizer.step()

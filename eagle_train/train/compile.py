@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch._dynamo
+from torch import nn
 from torch._dynamo.utils import counters
 from tqdm import tqdm
 
@@ -25,6 +26,7 @@ from eagle_train.batch import PackedBatch
 from eagle_train.data.collator import BucketingCollator
 from eagle_train.data.packing import Shape
 from eagle_train.data.samples import Sample, answer_remaining_from_spans
+from eagle_train.errors import InputError
 from eagle_train.model.eagle3 import Eagle3DraftHead
 from eagle_train.model.target import Target
 from eagle_train.objective.losses import ChunkFunctions, gradient_chunk, label_chunk, statistics_chunk
@@ -106,6 +108,23 @@ def compile_objective(head: Eagle3DraftHead, num_shapes: int, *, dynamic: bool =
 
 def _compiled(function: Callable[..., Any], dynamic: bool) -> Callable[..., Any]:
     return torch.compile(function, fullgraph=True, dynamic=dynamic)
+
+
+def compile_target(target: Target) -> None:
+    """Compile the MLP of each of the target's layers, which all share one graph for each row length.
+
+    Raises InputError where the layers have no MLP of that name, or none that compiles whole (experts).
+    """
+    for layer in getattr(target, "layers", []):
+        if not isinstance(getattr(layer, "mlp", None), nn.Module):
+            raise InputError(
+                f"--compile_target: the layers of {type(target.model).__name__} have no `mlp`; drop the flag"
+            )
+        layer.mlp.forward = _compiled(layer.mlp.forward, dynamic=False)
+
+
+def shape_of(batch: PackedBatch) -> Shape:
+    return Shape(batch.num_rows, batch.bucket_len, batch.supervised_len)
 
 
 def warm_up(

@@ -21,9 +21,11 @@ from eagle_train.objective.unroll import UnrolledSums
 from eagle_train.train.compile import (
     Compiled,
     compile_objective,
+    compile_target,
     compiler_fault,
     describe_compiled,
     graphs_so_far,
+    shape_of,
     warm_up,
 )
 from eagle_train.train.distributed import Ranks, data_parallel, is_rank_failure, join, leave, without_sync
@@ -125,6 +127,9 @@ def run_steps(run: Run) -> None:
                 alpha=config.ema_alpha,
                 compiled=graphs_so_far() > graphs,
             )
+            if run.compiled and graphs_so_far() > graphs:
+                shapes = ", ".join(sorted({str(shape_of(batch)) for batch in window.batches}))
+                say(run, f"note: step {run.state.step} compiled anew, for the unplanned shape {shapes}")
             bar.update()
             validation_due = is_due(run, config.eval_every or max(run.num_steps // 5, 1))
             save_due = is_due(run, config.save_every) if config.save_every else validation_due
@@ -235,6 +240,8 @@ def compile_run(run: Run) -> None:
     shapes = run.schedule.shapes(run.state.position, run.state.step, run.num_steps)
     if prepared.data.heldout_samples:
         shapes += validation_shapes(prepared.data.heldout_samples, config, run.ranks.world_size)
+    if config.compile_target:
+        compile_target(prepared.target)
     run.compiled = compile_objective(prepared.head, len(shapes))
     warm_up(
         run.compiled,

@@ -21,7 +21,7 @@ from eagle_train.model.eagle3 import Eagle3DraftHead
 from eagle_train.model.mock_target import MockTarget
 from eagle_train.model.target import draft_config
 from eagle_train.objective.unroll import UnrolledSums
-from eagle_train.train.compile import Compiled, compile_objective, warm_up
+from eagle_train.train.compile import Compiled, compile_objective, compile_target, warm_up
 from eagle_train.train.evaluate import evaluate, micro_batch_sums
 from tests.commands import read_events, run
 
@@ -182,9 +182,26 @@ def test_an_unplanned_shape_is_counted_and_still_right(target: MockTarget) -> No
     assert compiled.counts()["recompiles_after_warmup"] > 0
 
 
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+def test_a_compiled_target_gives_the_same_states_from_one_graph_a_row_length(family: str) -> None:
+    target = tiny_target(family)
+    collator = BucketingCollator(GRANULARITY)
+    batches = [collator(random_samples(np.random.default_rng(6), room)) for room in (60, ROW)]
+    assert len({batch.num_slots for batch in batches}) == 2
+    expected = [target.features(batch) for batch in batches]
+    before = counters["stats"]["unique_graphs"]
+    compile_target(target)
+    for batch, wanted in zip(batches, expected, strict=True):
+        torch.testing.assert_close(
+            target.features(batch).final_hidden, wanted.final_hidden, rtol=1e-4, atol=1e-5
+        )
+    assert counters["stats"]["unique_graphs"] - before == 2, "all layers share a graph"
+
+
 MOCK = {
     "mock_target": "64,8,160", "mock_num_samples": 30, "mock_len": "lognormal:40:120",
-    "training_seq_len": 256, "bucket_granularity": 64, "ttt_steps": 3, "dtype": "float32", "num_threads": 1, "log_every": 1,
+    "training_seq_len": 256, "bucket_granularity": 64, "ttt_steps": 3, "dtype": "float32",
+    "num_threads": 1, "log_every": 1,
 }  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Ranks: two and three train and validate as one does; disagreement and death end with an error, never a hang."""
+"""Two and three ranks train and validate as one does; disagreement and death end in an error, not a hang."""
 
 import json
 import os
@@ -36,7 +36,9 @@ OPTIONS = {
 }
 
 
-def launch(world_size: int, program: str, *arguments: object, timeout: int = 240) -> list[tuple[int, str, str]]:
+def launch(
+    world_size: int, program: str, *arguments: object, timeout: int = 240
+) -> list[tuple[int, str, str]]:
     """Processes as a launcher starts them: exit code, standard output and error of each rank."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -98,7 +100,9 @@ def alone(place: Workplace) -> Path:
     return place.train(1)
 
 
-OF_BATCHING = re.compile("seconds|per_second|data_wait|peak_memory|slots|fill|bucket_len|imbalance|graphs|after_warmup|fallbacks")
+OF_BATCHING = re.compile(
+    "seconds|per_second|data_wait|peak_memory|slots|fill|bucket_len|imbalance|graphs|after_warmup|fallbacks"
+)
 
 
 def figures(output: Path) -> list[dict[str, Any]]:
@@ -131,7 +135,12 @@ def test_ranks_train_and_validate_as_one_process_does(place: Workplace, alone: P
     state = json.loads((output / "state" / "state.json").read_text())
     assert state["position"]["segments"][0]["world_size"] == world_size
     events = read_events(output)
-    assert [e["event"] for e in events if e["event"] != "train"] == ["start", "validation", "validation", "end"]
+    assert [e["event"] for e in events if e["event"] != "train"] == [
+        "start",
+        "validation",
+        "validation",
+        "end",
+    ]
 
 
 def test_a_compiled_pair_of_ranks_trains_as_one_process_does(place: Workplace, alone: Path) -> None:
@@ -171,7 +180,8 @@ try:
     assert ranks.sum([1, ranks.rank]) == [2.0, 1.0]
     assert ranks.gather(ranks.rank) == [0, 1]
     assert ranks.from_first(lambda: "first") == "first"
-    ranks.require_agreement({"options": "same", "plan": "odd" if ranks.rank and "odd" in sys.argv else "even"})
+    plan = "odd" if ranks.rank and "odd" in sys.argv else "even"
+    ranks.require_agreement({"options": "same", "plan": plan})
     if "fault" in sys.argv:
         def fault():
             if ranks.rank == 1:
@@ -214,7 +224,9 @@ def test_a_rank_that_dies_ends_the_others_with_a_message(place: Workplace) -> No
     survivor, dead = launch(2, DYING, *words(options), timeout=120)
     assert dead[0] == 9
     assert survivor[0] == 1, survivor[2]
-    assert re.search(r"^eagle_train: rank 0: another rank died or stopped answering", survivor[2], re.MULTILINE)
+    assert re.search(
+        r"^eagle_train: rank 0: another rank died or stopped answering", survivor[2], re.MULTILINE
+    )
     assert time.monotonic() - started < 90
 
 
