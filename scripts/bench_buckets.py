@@ -53,8 +53,6 @@ class Setting:
 
 def main() -> None:
     args = parse_args()
-    if not args.warm_cache:
-        os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(prefix="bench_buckets_")
     if args.num_threads:
         torch.set_num_threads(args.num_threads)
     seq_len = args.training_seq_len
@@ -106,6 +104,8 @@ def make_config(setting: Setting, args: argparse.Namespace) -> TrainConfig:
 def measure(setting: Setting, args: argparse.Namespace) -> Setting:
     """Compile, then train; each setting starts from the same head and sees the same samples."""
     torch._dynamo.reset()
+    if not args.warm_cache:
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(prefix="bench_buckets_")
     config = make_config(setting, args)
     device = choose_device("auto")
     prepared = prepare(config, device, choose_dtype("auto", device))

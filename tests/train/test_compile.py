@@ -24,6 +24,7 @@ from eagle_train.objective.unroll import UnrolledSums
 from eagle_train.train.compile import Compiled, compile_objective, compile_target, warm_up
 from eagle_train.train.evaluate import evaluate, micro_batch_sums
 from tests.commands import read_events, run
+from tests.tiny import tiny_target
 
 GRANULARITY, ROW = 64, 256
 H, V, V_D = 64, 160, 96
