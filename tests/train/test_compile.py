@@ -187,8 +187,12 @@ def test_an_unplanned_shape_is_counted_and_still_right(target: MockTarget) -> No
 def test_a_compiled_target_gives_the_same_states_from_one_graph_a_row_length(family: str) -> None:
     target = tiny_target(family)
     collator = BucketingCollator(GRANULARITY)
-    batches = [collator(random_samples(np.random.default_rng(6), room)) for room in (60, ROW)]
-    assert len({batch.num_slots for batch in batches}) == 2
+    documents = {
+        length: Sample(np.arange(length, dtype=np.int32) % 90, np.zeros(length, np.int32), "s")
+        for length in (20, 40, 180)
+    }
+    batches = [collator([documents[20], documents[40]]), collator([documents[180], documents[20]])]
+    assert [batch.num_slots for batch in batches] == [64, 256]
     expected = [target.features(batch) for batch in batches]
     before = counters["stats"]["unique_graphs"]
     compile_target(target)
