@@ -60,7 +60,8 @@ def run_plan(args: Sequence[str]) -> None:
     options, config = parse_two(PlanConfig, TrainConfig, args, command="plan", description=PLAN_DESCRIPTION)
     from eagle_train.train.plan import plan
 
-    plan(options, config, compare=not any(flag.split("=")[0] == "--packing" for flag in args))
+    is_named = any(flag.split("=")[0] == "--packing" for flag in args) or config.packing != "multipack"
+    plan(options, config, compare=not is_named)
 
 
 def with_demo_config(args: Sequence[str]) -> list[str]:

@@ -19,6 +19,7 @@ from eagle_train.files import write_atomically
 ISOLATED = "isolated"  # --attn_implementation that keeps the documents of a row apart
 PACKINGS = ("multipack", "multipack_v1", "multipack_v2", "next_fit", "none")
 MOCK_OPTIONS = ("mock_num_samples", "mock_len", "mock_loss_share", "mock_target")
+MOST_RANKS = 100_000  # that a plan is made for
 # Options that count something: each is at least 1 where it is set.
 COUNTS = (
     "training_seq_len",
@@ -119,8 +120,8 @@ class TrainConfig:
     packing: str = option(
         "multipack",
         "batches",
-        "fill rows with whole samples, or batch them (none); v1, v2 and next_fit are there to be compared "
-        "with (v1 and v2 drop the tail of an epoch)",
+        "fill rows with whole samples, or batch them (none); the others are there to be compared with "
+        "(multipack_v1 and multipack_v2 drop the tail of an epoch)",
         PACKINGS,
     )
     padding_free: bool = option(
@@ -134,7 +135,9 @@ class TrainConfig:
         None, "batches", "micro-batches per optimizer step; none: 1, or what the next two ask for"
     )
     tokens_per_step: int | None = option(
-        None, "batches", "global batch: slots per optimizer step over all ranks (tokens)"
+        None,
+        "batches",
+        "global batch over all ranks: slots of packed rows, or tokens of unpacked samples, in a step",
     )
     effective_batch_size: int | None = option(
         None, "batches", "the same in samples of mean length, so about this many per optimizer step"
@@ -254,6 +257,11 @@ class TrainConfig:
             raise InputError("--mock_data and --data exclude each other; drop one")
         if self.mock_target and self.target:
             raise InputError("--mock_target and --target exclude each other; drop one")
+        if self.mock_target and self.attn_implementation != ISOLATED:
+            raise InputError(
+                f"--attn_implementation {self.attn_implementation} has no target to act on with "
+                "--mock_target; drop one"
+            )
         if self.mock_loss_share is not None and not 0 < self.mock_loss_share <= 1:
             raise InputError(
                 f"--mock_loss_share is {self.mock_loss_share}; it must lie above 0 and be at most 1"
@@ -311,8 +319,8 @@ class PlanConfig:
     json: bool = option(False, "plan", "print the figures as JSON instead of as tables")
 
     def __post_init__(self) -> None:
-        if self.world_size < 1:
-            raise InputError(f"--world_size is {self.world_size}; it must be at least 1")
+        if not 1 <= self.world_size <= MOST_RANKS:
+            raise InputError(f"--world_size is {self.world_size}; it must lie between 1 and {MOST_RANKS}")
 
 
 def _pairs(name: str, texts: Sequence[str]) -> list[tuple[str, str]]:

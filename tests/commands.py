@@ -33,10 +33,15 @@ class Outcome:
 
 
 def run(*flags: object) -> Outcome:
-    """`python -m eagle_train` with these words, in this process."""
+    """`python -m eagle_train` with these words, in this process; eager where they do not ask to compile,
+    because compiling takes longer than these runs.
+    """
     out, err = io.StringIO(), io.StringIO()
+    words = [str(flag) for flag in flags]
+    help_or_plan = "--help" in words or words[:1] == ["plan"]
+    eager = [] if "--torch_compile" in words or help_or_plan else ["--torch_compile", "false"]
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        code = main([str(flag) for flag in flags])
+        code = main([*words, *eager])
     return Outcome(code, out.getvalue(), err.getvalue())
 
 

@@ -5,12 +5,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 from torch.utils.data import DataLoader
 
 from eagle_train.batch import PackedBatch
-from eagle_train.data.collator import BucketingCollator
+from eagle_train.data.collator import BucketingCollator, Feature
 from eagle_train.data.packing import Ints, Plan, plan_multipack
-from eagle_train.data.samples import Sample
 from eagle_train.errors import InputError
 
 
@@ -22,7 +22,7 @@ class PlannedBatches:
     supervised_lens: int64 `[num_steps]`, of `supervised_buckets`; None: each batch rounds up its own count.
     """
 
-    samples: Sequence[Sample]
+    samples: Sequence[Feature]
     plan: Plan
     collator: BucketingCollator
     rank: int = 0
@@ -58,7 +58,10 @@ class MultipackSampler:
     >>> sorted(sorted(pack) for pack in sampler)
     [[0, 1], [2], [3, 4]]
 
-    Raises InputError for a sample longer than the capacity, and for a rank outside the world.
+    A sampler hands on indices only, so a collator rounds up what its own rank holds. Where several ranks run
+    compiled code, use `batches`, whose batches are in the bucket that the step's ranks share.
+
+    Raises InputError for lengths, sizes or a rank that make no sense.
     """
 
     def __init__(
@@ -71,23 +74,35 @@ class MultipackSampler:
         granularity: int = 1,
         seed: int = 0,
     ) -> None:
-        self.lengths, self.capacity, self.granularity, self.seed = lengths, capacity, granularity, seed
         self.world_size = int(os.environ.get("WORLD_SIZE", 1)) if world_size is None else world_size
         self.rank = int(os.environ.get("RANK", 0)) if rank is None else rank
+        for name, value, least in (
+            ("capacity", capacity, 1),
+            ("granularity", granularity, 1),
+            ("world_size", self.world_size, 1),
+            ("seed", seed, 0),
+        ):
+            if int(value) != value or value < least:
+                raise InputError(f"{name} is {value}; it must be a whole number of at least {least}")
         if not 0 <= self.rank < self.world_size:
-            raise InputError(f"rank is {self.rank}; it must lie between 0 and {self.world_size - 1}")
-        longest = max(lengths, default=0)
-        if longest > capacity:
             raise InputError(
-                f"a sample has {longest} tokens, but capacity is {capacity}; cut or leave out such samples, "
-                "or raise capacity"
+                f"rank is {self.rank} of {self.world_size}; it must lie between 0 and {self.world_size - 1}, "
+                "or give world_size too"
             )
-        self.first_step = 0
+        self.lengths = _checked_lengths(lengths, capacity)
+        self.capacity, self.granularity, self.seed = capacity, granularity, seed
+        self.epoch, self.first_step, self._resumed = 0, 0, False
         self.set_epoch(0)
 
     def set_epoch(self, epoch: int) -> None:
-        """Plan another epoch, from its first step."""
-        self.epoch, self.first_step = epoch, 0
+        """Plan another epoch, from its first step. Does nothing for the epoch that `load_state_dict` has just
+        gone to, so that the usual loop over epochs goes on in its middle.
+        """
+        if self._resumed and epoch == self.epoch:
+            return
+        if epoch < 0:
+            raise InputError(f"epoch is {epoch}; it must be at least 0")
+        self.epoch, self.first_step, self._resumed = epoch, 0, False
         self.plan = plan_multipack(
             self.lengths,
             self.capacity,
@@ -97,11 +112,18 @@ class MultipackSampler:
             epoch=epoch,
         )
 
+    def batches(self, samples: Sequence[Feature], collator: BucketingCollator) -> "DataLoader[PackedBatch]":
+        """This rank's batches of the epoch, in the buckets that all ranks of a step share."""
+        loader = planned_loader(PlannedBatches(samples, self.plan, collator, self.rank), self.first_step)
+        self.first_step, self._resumed = 0, False
+        return loader
+
     def __len__(self) -> int:
         return self.plan.num_steps - self.first_step
 
     def __iter__(self) -> Iterator[list[int]]:
-        for step in range(self.first_step, self.plan.num_steps):
+        first_step, self.first_step, self._resumed = self.first_step, 0, False
+        for step in range(first_step, self.plan.num_steps):
             yield self.plan.pack(step, self.rank)
 
     def state_dict(self, step: int) -> dict[str, Any]:
@@ -111,11 +133,37 @@ class MultipackSampler:
         return {"epoch": self.epoch, "step": step, "digest": self.plan.digest()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on at that step of that epoch. Raises InputError where the plan is another one."""
+        """Go on at that step of that epoch; the pass after it starts at the beginning again.
+
+        Raises InputError where the plan is another one, or the state none.
+        """
+        if not {"epoch", "step", "digest"} <= set(state):
+            raise InputError(f"the state has the keys {sorted(state)}; it must come from state_dict")
+        self._resumed = False
         self.set_epoch(state["epoch"])
         if self.plan.digest() != state["digest"]:
             raise InputError(
                 "the saved plan differs from this one; lengths, capacity, world size, granularity and seed "
                 "must be those of the saved run"
             )
-        self.first_step = state["step"]
+        if not 0 <= state["step"] <= self.plan.num_steps:
+            raise InputError(
+                f"the state's step is {state['step']}; it must lie between 0 and {self.plan.num_steps}"
+            )
+        self.first_step, self._resumed = state["step"], True
+
+
+def _checked_lengths(lengths: Sequence[int] | Ints, capacity: int) -> Ints:
+    array = np.asarray(lengths)
+    if array.ndim != 1 or (len(array) and array.dtype.kind not in "iu"):
+        raise InputError(
+            f"lengths are {array.dtype} of shape {array.shape}; they must be a flat list of whole numbers"
+        )
+    array = array.astype(np.int64)
+    wrong = np.flatnonzero((array < 1) | (array > capacity))
+    if len(wrong):
+        raise InputError(
+            f"sample {wrong[0]} has {array[wrong[0]]} tokens, but lengths must lie between 1 and the "
+            f"capacity of {capacity}; cut or leave out such samples, or raise capacity"
+        )
+    return array

@@ -28,13 +28,13 @@ SPELLINGS = (
 LENGTH_STREAM, TOKEN_STREAM = 1, 2
 
 
-def mock_lengths(spec: str, count: int | None, seed: int, longest: int | None = None) -> Ints:
+def mock_lengths(spec: str, count: int | None, seed: int) -> Ints:
     """Lengths in tokens of `count` mock samples, int64 `[N]`, each at least 1.
 
     spec: "2600": all alike; "uniform:a:b": whole numbers from a to b, both included; "lognormal:mean:max":
     sigma 1.0, rounded and clipped to 1..max, with `mean` the mean before clipping; anything else is a path
     of lengths, of which sample i gets entry i modulo their count.
-    count: None takes every length of a file, else 1,000. longest: longer ones are cut to it.
+    count: None takes every length of a file, else 1,000.
 
     Samples below 3 tokens have no supervised row. Raises InputError for a spec or count that makes no sense.
     """
@@ -55,7 +55,7 @@ def mock_lengths(spec: str, count: int | None, seed: int, longest: int | None = 
     else:
         entries = read_lengths(spec, "--mock_len")
         lengths = np.resize(entries, len(entries) if count is None else count)
-    return lengths if longest is None else np.minimum(lengths, longest)
+    return lengths
 
 
 def read_lengths(name: str, flag: str) -> Ints:
@@ -180,13 +180,15 @@ def _read_npy(path: Path, flag: str) -> np.ndarray:
 def _read_text(path: Path, flag: str) -> np.ndarray:
     lengths = []
     try:
-        with path.open(encoding="utf-8") as lines:
+        with path.open(encoding="utf-8-sig") as lines:
             for number, line in enumerate(lines, start=1):
+                if not line.strip():
+                    continue
                 if not re.fullmatch(r"[+-]?[0-9]{1,18}", line.strip()):
                     raise InputError(
                         f"{flag} {path}:{number} is {line.strip()[:40]!r}; each line must be one whole number"
                     )
                 lengths.append(int(line))
     except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"{flag} {path} cannot be read as text: {error}") from error
+        raise InputError(f"{flag} {path} is neither .npy nor text: {error}") from error
     return np.array(lengths, dtype=np.int64)

@@ -170,6 +170,12 @@ def load_target(
             output_loading_info=True,
         )
     except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError) as error:
+        if attn_implementation and (isinstance(error, ImportError) or attn_implementation in str(error)):
+            reason = " ".join(str(error).split())[:200]
+            raise InputError(
+                f"--attn_implementation {attn_implementation} cannot be used with {name_or_path} ({reason}); "
+                "use eager, or sdpa"
+            ) from error
         raise _not_loadable(name_or_path, error) from error
     if missing := sorted(loading["missing_keys"]):  # transformers fills them with random numbers
         shown = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
@@ -304,7 +310,7 @@ def probe_target(target: FrozenTarget) -> None:
         _relative_difference(changed.aux_hidden_states[second], states.aux_hidden_states[second]),
         _relative_difference(changed.final_hidden[second], states.final_hidden[second]),
     )
-    remedy = "use another --target, or " + PADDED_REMEDY
+    remedy = "use another --target" + (f", or {PADDED_REMEDY}" if target.isolates_documents else "")
     if not leak <= leak_limit:
         raise InputError(
             f"{type(target.model).__name__} reads across the documents of a row: changing one changes the "

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +66,7 @@ class Run:
     log: MetricsLog
     baseline: dict[str, float | None]
     compiled: Compiled | None = None
+    last_logged: dict[str, Any] = field(default_factory=dict)
 
     @property
     def chunks(self) -> ChunkFunctions:
@@ -152,15 +153,15 @@ def remaining_windows(run: Run) -> Iterator[Window]:
 
 def finish(run: Run) -> None:
     """The summary, on screen and in metrics.jsonl."""
-    memory = peak_memory_gib(run.prepared.target.device)
-    counts = run.compiled.counts() if run.compiled else {}
-    say(run, summary(run.state, run.baseline, run.output_dir, run.config, memory, counts))
-    totals = run.state.statistics.totals | run.state.statistics.overall()
-    run.log.write(
-        "end",
-        run.state.step,
-        {"best_step": run.state.best_step, **totals, **counts, "peak_memory_gib": memory},
+    figures = (
+        run.state.statistics.totals
+        | run.state.statistics.overall()
+        | {name: run.last_logged.get(name) for name in ("bucket_len", "imbalance", "epoch_seconds")}
+        | {"peak_memory_gib": peak_memory_gib(run.prepared.target.device)}
+        | (run.compiled.counts() if run.compiled else {})
     )
+    say(run, summary(run.state, run.baseline, run.output_dir, run.config, figures))
+    run.log.write("end", run.state.step, {"best_step": run.state.best_step, **figures})
 
 
 def say(run: Run, text: str) -> None:
@@ -194,7 +195,6 @@ def start(config: TrainConfig, ranks: Ranks) -> Run:
             raise InputError(
                 f"--resume: the data differ from those of {output_dir}; restore them or start anew"
             )
-        log.drop_after(state.step)
     config = resolved(config, prepared, learning_rate)
     schedule = Schedule(prepared.data.train_lengths, config, ranks.world_size, prepared.data.train_supervised)
     num_steps = schedule.total_steps(state.step, state.position)
@@ -206,6 +206,8 @@ def start(config: TrainConfig, ranks: Ranks) -> Run:
     plan_digest = schedule.digest(state.position)
     ranks.require_agreement({"options": config.digest(), "data": digest, "plan": plan_digest})
     ranks.together(lambda: claim_output_dir(config), first_only=True)
+    if config.resume:
+        log.drop_after(state.step)
     return Run(
         config=config,
         prepared=prepared,
@@ -327,7 +329,7 @@ def log_training(run: Run, pending: list[tuple[list[UnrolledSums], Window]], bar
     totals = totals.from_list(run.ranks.sum(totals.as_list()))
     counts = counts_over_ranks(run, [batch for _, window in pending for batch in window.batches])
     last, statistics = pending[-1][1], run.state.statistics
-    rates = statistics.rates(last.steps_per_epoch, run.config.ema_alpha)
+    rates = statistics.rates(last.steps_per_epoch)
     values = totals.metrics(run.config.step_decay) | {
         "learning_rate": run.optimizer.param_groups[0]["lr"],
         "epoch": last.position.epoch,
@@ -342,6 +344,7 @@ def log_training(run: Run, pending: list[tuple[list[UnrolledSums], Window]], bar
         "empty_steps": run.state.empty_steps,
         **(run.compiled.counts() if run.compiled else {}),
     }
+    run.last_logged = values
     run.log.write("train", run.state.step, values)
     loss, length = values["loss"], totals.walks[ttt_steps].acceptance_length
     speed = rates["tokens_per_second"] or 0.0

@@ -139,7 +139,8 @@ def header(prepared: Prepared, schedule: Schedule, num_steps: int, learning_rate
     if not prepared.data.heldout_samples:
         heldout = "none: nothing is validated, and the last head is kept"
     elif prepared.data.heldout_report is None:
-        heldout = f"{len(prepared.data.heldout_samples):,} samples, split off the training data"
+        origin = "other mock samples" if config.mock_data else "samples, split off the training data"
+        heldout = f"{len(prepared.data.heldout_samples):,} {origin}"
     else:
         heldout = f"{len(prepared.data.heldout_samples):,} samples{_describe(prepared.data.heldout_report)}"
     facts = {
@@ -210,9 +211,9 @@ def _notes(prepared: Prepared) -> str:
     )
 
 
-def describe_counts(counts: Mapping[str, int]) -> str:
+def describe_counts(counts: Mapping[str, Any]) -> str:
     """What torch.compile did; a graph after the warm-up is a fault of the plan and is shown as such."""
-    if not counts:
+    if "graphs_compiled" not in counts:
         return "none compiled"
     again = counts["recompiles_after_warmup"]
     return (
@@ -226,10 +227,9 @@ def summary(
     baseline: Mapping[str, float | None],
     output_dir: Path,
     config: TrainConfig,
-    peak_memory_gib: float,
-    compile_counts: Mapping[str, int],
+    figures: Mapping[str, Any],
 ) -> str:
-    """What came of it, where the head lies and what to do next."""
+    """What came of it, where the head lies and what to do next. figures: those of the `end` event."""
     target = DEMO / "target" if config.target == DEMO_NAME else config.target
     facts = {}
     if state.first_acceptance_length is not None:
@@ -238,16 +238,18 @@ def summary(
             f"{format_figure(state.best_acceptance_length, 2)} after, at n = {config.ttt_steps} drafted "
             f"tokens (bigram drafter {format_figure(baseline.get(str(config.ttt_steps)), 2)})"
         )
-    totals, rates = state.statistics.totals, state.statistics.overall()
     facts |= {
-        "steps": f"{state.step:,} in {totals.get('seconds', 0):.0f} s; {totals.get('samples', 0):,} samples, "
-        f"{totals.get('tokens', 0):,} tokens, of them {totals.get('supervised_tokens', 0):,} supervised",
-        "per second": f"{rates['samples_per_second']:,.1f} samples, {rates['tokens_per_second']:,.0f} "
-        f"tokens, {rates['supervised_tokens_per_second']:,.0f} supervised tokens, "
-        f"{rates['slots_per_second']:,.0f} slots (fill {rates['fill']:.1%})",
-        "waited for data": f"{rates['data_wait_share']:.1%} of the time",
-        "peak memory": f"{peak_memory_gib:.2f} GiB",
-        "graphs": describe_counts(compile_counts),
+        "steps": f"{state.step:,} in {figures.get('seconds', 0):.0f} s; {figures.get('samples', 0):,} "
+        f"samples, {figures.get('tokens', 0):,} tokens, of them "
+        f"{figures.get('supervised_tokens', 0):,} supervised",
+        "per second": f"{figures['samples_per_second']:,.1f} samples, {figures['tokens_per_second']:,.0f} "
+        f"tokens, {figures['supervised_tokens_per_second']:,.0f} supervised tokens, "
+        f"{figures['slots_per_second']:,.0f} slots (fill {figures['fill']:.1%})",
+        "an epoch takes": f"{format_figure(figures['epoch_seconds'], 0)} s at the present speed; imbalance "
+        f"of ranks {format_figure(figures['imbalance'])}, bucket {figures['bucket_len']}",
+        "waited for data": f"{figures['data_wait_share']:.1%} of the time",
+        "peak memory": f"{figures['peak_memory_gib']:.2f} GiB",
+        "graphs": describe_counts(figures),
         "best head": f"{output_dir} (of step {state.best_step})"
         if state.best_step is not None
         else f"{output_dir} (the last one; nothing was held out)",

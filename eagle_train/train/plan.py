@@ -1,7 +1,7 @@
 """`python -m eagle_train plan`: what a training run's batches would look like, without target or training."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,8 @@ def plan(options: PlanConfig, config: TrainConfig, *, compare: bool) -> None:
 
     Raises InputError as training does for options and data, and for a target that --data needs.
     """
+    if options.out is not None:
+        check_out(Path(options.out), [options.lengths, *config.data])
     lengths, sample_ids, report, source = read_plan_lengths(options, config)
     if not len(lengths):
         raise InputError(f"{source}: no sample is left to plan; raise --training_seq_len or check the data")
@@ -47,7 +49,7 @@ def plan(options: PlanConfig, config: TrainConfig, *, compare: bool) -> None:
         print(json.dumps({"source": source, **facts, **plan_settings(shown), "plans": as_json(figures)}))
     else:
         print(format_plan(source, facts, shown, figures))
-    if options.out:
+    if options.out is not None:
         write_plan(Path(options.out), shown.epoch_plan(0), lengths, sample_ids)
 
 
@@ -58,7 +60,7 @@ def read_plan_lengths(options: PlanConfig, config: TrainConfig) -> tuple[Ints, I
     if options.lengths:
         if config.data or config.mock_data or config.target:
             raise InputError("--lengths stands in place of data; drop --data, --target and --mock_data")
-        in_file = read_lengths(options.lengths, "--lengths")
+        in_file = read_lengths(options.lengths, "--lengths")[: config.max_samples]
         limit = config.training_seq_len
         lengths, report = fit_lengths(in_file, limit, config.overlong, shortest=1)
         kept = in_file <= limit if config.overlong == "drop" else np.ones(len(in_file), dtype=bool)
@@ -148,7 +150,7 @@ def format_plan(
     if geometry.translation:
         lines["global batch"] = geometry.translation
     header = ["packing", "steps", "fill", "imbalance in tokens", "in cost", "utilisation",
-              "dropped samples", "tokens", "shapes"]  # fmt: skip
+              "dropped samples", "dropped tokens", "shapes"]  # fmt: skip
     rows = [
         [
             name,
@@ -168,6 +170,14 @@ def format_plan(
         "  utilisation: modelled work / (ranks x slowest rank's work), in tokens + length^2 / 24,576."
     )
     return f"{format_facts(f'plan of {source}', lines)}\n{format_table(header, rows)}\n{legend}"
+
+
+def check_out(path: Path, inputs: Sequence[str | None]) -> None:
+    """Refuse, before the work is done, an --out that cannot be a file or that is one of the inputs."""
+    if not path.name or path.is_dir() or not path.parent.is_dir():
+        raise InputError(f"--out {str(path)!r} is no file in a directory that exists; name one")
+    if any(name and Path(name).resolve() == path.resolve() for name in inputs):
+        raise InputError(f"--out {path} is also an input, which it would replace; name another file")
 
 
 def write_plan(path: Path, epoch: Plan, lengths: Ints, sample_ids: Ints) -> None:

@@ -3,7 +3,6 @@
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -31,7 +30,6 @@ from eagle_train.train.splits import DEMO, PreparedData, prepare_data
 
 MOCK_TARGET_NAME = "random features"
 DEMO_NAME = "demo"  # --target under which they go
-MOCK_VOCAB_SAMPLES = 64  # of mock data are counted for the draft vocabulary
 OWN_TOKEN_ROWS = 4096  # tokens on which the share of the target's own ones is taken at start
 
 
@@ -47,8 +45,14 @@ class Prepared:
     own_token_share: float
 
 
-def prepare(config: TrainConfig, device: torch.device, dtype: torch.dtype) -> Prepared:
-    """Load and check everything; the order puts cheap checks first. dtype: of computations."""
+def prepare(
+    config: TrainConfig, device: torch.device | None = None, dtype: torch.dtype | None = None
+) -> Prepared:
+    """Load and check everything; the order puts cheap checks first. device, dtype: what --device and --dtype
+    name, where they are not given.
+    """
+    device = device or choose_device(config.device)
+    dtype = dtype or choose_dtype(config.dtype, device)
     if config.target is None and not config.mock_data:
         raise InputError(
             "--target is not named; name a model and --data, or run without a --config for the demo"
@@ -168,14 +172,13 @@ def make_draft_head(
 ) -> tuple[Eagle3DraftHead, float]:
     """A fresh head on the target's device, and the share of supervised tokens that its vocabulary covers."""
     if tokenizer is None:  # mock data, where one token is as good as another
-        counts, closing_tokens = answer_token_counts(
-            list(islice(samples, MOCK_VOCAB_SAMPLES)), target.vocab_size
-        )
-        always = set()
+        counts, always = np.zeros(target.vocab_size, dtype=np.int64), set[int]()
     else:
         counts, closing_tokens = answer_token_counts(samples, target.vocab_size)
         always = {*tokenizer.all_special_ids, *closing_tokens}
     ids, coverage = choose_draft_vocabulary(counts, config.draft_vocab_size, always)
+    if tokenizer is None:
+        coverage = len(ids) / target.vocab_size
     torch.manual_seed(config.seed)
     head = Eagle3DraftHead(draft_config(target, len(ids), config.draft_intermediate_size)).to(target.device)
     head.set_vocabulary(ids)

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+from tqdm import tqdm
 
 from eagle_train.batch import PackedBatch
 from eagle_train.config import TrainConfig
@@ -59,23 +60,33 @@ def batch_geometry(lengths: Ints, config: TrainConfig, world_size: int) -> Geome
     if config.tokens_per_step is None and config.effective_batch_size is None:
         return Geometry(world_size, row_limit, config.accumulation_steps or 1)
     if config.packing == "none":
-        samples = config.effective_batch_size or config.tokens_per_step / mean  # type: ignore[operator]
-        accumulation = max(round(samples / (config.batch_size * world_size)), 1)
-        step = config.batch_size * world_size * accumulation
-        capacity = row_limit
+        wanted = config.effective_batch_size or config.tokens_per_step / mean  # type: ignore[operator]
+        micro_batch = config.batch_size * world_size
+        accumulation, capacity = max(round(wanted / micro_batch), 1), row_limit
+        accumulation = min(accumulation, max(-(-len(lengths) // micro_batch), 1))
+        step = micro_batch * accumulation
         came_to = (
-            f"{config.batch_size} samples x {world_size} ranks x {accumulation} micro-batches = {step:,} "
+            f"{config.batch_size} samples x {world_size} ranks x {accumulation:,} micro-batches = {step:,} "
             f"samples, about {step * mean:,.0f} tokens, a step"
         )
+        smallest = f"--batch_size is {config.batch_size}"
     else:
-        tokens = config.tokens_per_step or config.effective_batch_size * mean  # type: ignore[operator]
+        wanted = config.tokens_per_step or config.effective_batch_size * mean  # type: ignore[operator]
         shortest = row_limit if config.tokens_per_row else longest
-        accumulation, capacity = _nearest_rows(tokens / world_size, shortest, row_limit, config.granularity)
+        accumulation, capacity = _nearest_rows(wanted / world_size, shortest, row_limit, config.granularity)
+        # An epoch needs somewhat more rows than it has tokens for; twice as many are certainly enough.
+        in_epoch = -(-int(lengths.sum()) // (capacity * world_size))
+        accumulation = min(accumulation, 2 * max(in_epoch, 1))
         step = capacity * world_size * accumulation
         came_to = (
-            f"{capacity:,} slots x {world_size} ranks x {accumulation} micro-batches = {step:,} slots, "
+            f"{capacity:,} slots x {world_size} ranks x {accumulation:,} micro-batches = {step:,} slots, "
             f"about {step / mean:,.0f} samples, a step"
         )
+        smallest = f"the longest sample has {int(lengths.max(initial=0)):,} tokens"
+    if step > 1.5 * wanted:
+        came_to += f"; no less, because {smallest}"
+    elif step < wanted / 1.5:
+        came_to += ": the whole epoch"
     asked = "tokens_per_step" if config.tokens_per_step else "effective_batch_size"
     return Geometry(world_size, capacity, accumulation, f"--{asked} {getattr(config, asked):,} -> {came_to}")
 
@@ -111,7 +122,7 @@ class Position:
 @dataclass(frozen=True, slots=True)
 class Window:
     """One optimizer step of this rank. position: behind it; imbalance: of tokens over ranks, max / mean;
-    steps_per_epoch: optimizer steps of the epoch under the present plan.
+    steps_per_epoch: optimizer steps of a whole epoch under the present number of ranks.
     """
 
     batches: list[PackedBatch]
@@ -216,7 +227,8 @@ class Schedule:
         """
         if self.config.max_steps is not None:
             return self.config.max_steps
-        for epoch in range(position.epoch + 1, self.config.num_epochs):
+        epochs = range(position.epoch + 1, self.config.num_epochs)
+        for epoch in tqdm(epochs, desc="planning epochs", unit="epoch", delay=2, leave=False):
             step += self.optimizer_steps(self.plan(epoch).num_steps)
         if position.epoch < self.config.num_epochs:
             earlier, done = self._open(position)
@@ -249,7 +261,8 @@ class Schedule:
         while num_steps > 0:
             plan = self.plan(epoch, earlier)
             imbalance = step_imbalance(plan, self.lengths)
-            per_epoch = self.optimizer_steps(plan.num_steps)
+            whole = self.epoch_plan(epoch).num_steps if earlier else plan.num_steps
+            per_epoch = self.optimizer_steps(whole)
             batches: list[PackedBatch] = []
             supervised = supervised_buckets(plan, self.supervised_rows, self.config.granularity)
             planned = PlannedBatches(samples, plan, collator, rank, supervised)

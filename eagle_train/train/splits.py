@@ -96,8 +96,8 @@ def _mock_data(config: TrainConfig, vocab_size: int, limit: int) -> PreparedData
     )
     if not len(lengths):
         raise InputError(
-            f"--mock_len {spec}: no sample has a supervised row within {limit} tokens; raise "
-            "--training_seq_len, or name greater lengths"
+            f"--mock_len {spec}: no sample of {SHORTEST_SUPERVISED} to {limit} tokens, as a supervised row "
+            "needs; name other lengths, or another --overlong or --training_seq_len"
         )
     share = config.mock_loss_share or MOCK_LOSS_SHARE
     train = MockSamples(lengths, vocab_size, share, config.seed)

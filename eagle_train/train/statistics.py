@@ -18,13 +18,14 @@ COUNTS = ("samples", "tokens", "supervised_tokens", "slots")
 class Statistics:
     """Counts and seconds of optimizer steps, over all ranks.
 
-    averages: exponential moving averages that start at zero; updates: how many steps went into them. Divided
-    by 1 - alpha^updates they are unbiased (Kingma and Ba 2015, section 3). The count is of updates and not of
-    steps, because steps that compiled are left out.
+    averages: exponential moving averages that start at zero; weight: what the steps in them weigh together,
+    1 - alpha^updates while alpha stays the same. Divided by it they are unbiased (Kingma and Ba 2015, section
+    3). Updates are counted and not steps, because steps that compiled are left out.
     totals: sums over all steps, compiled ones too.
     """
 
     updates: int = 0
+    weight: float = 0.0
     averages: dict[str, float] = field(default_factory=dict)
     totals: dict[str, float] = field(default_factory=dict)
 
@@ -47,10 +48,11 @@ class Statistics:
         if compiled:
             return
         self.updates += 1
+        self.weight = alpha * self.weight + (1 - alpha)
         for name, value in step.items():
             self.averages[name] = alpha * self.averages.get(name, 0.0) + (1 - alpha) * value
 
-    def rates(self, steps_per_epoch: int, alpha: float) -> Mapping[str, float | None]:
+    def rates(self, steps_per_epoch: int) -> Mapping[str, float | None]:
         """What a log line says. Averages divide averages, so long steps weigh as much as they last; None
         before the first step that counts.
         """
@@ -58,7 +60,7 @@ class Statistics:
         named = [f"{name}_per_second" for name in COUNTS]
         if not seconds:
             return dict.fromkeys([*named, "step_seconds", "epoch_seconds", "data_wait_share"])
-        step_seconds = seconds / (1 - alpha**self.updates)
+        step_seconds = seconds / self.weight
         return {f"{name}_per_second": self.averages[name] / seconds for name in COUNTS} | {
             "step_seconds": step_seconds,
             "epoch_seconds": step_seconds * steps_per_epoch,

@@ -82,10 +82,65 @@ def test_rank_and_world_size_come_from_the_launcher(monkeypatch: pytest.MonkeyPa
     assert list(MultipackSampler(LENGTHS, 32)) == list(sampler(1))
 
 
+def test_the_usual_loop_over_epochs_goes_on_in_the_middle_and_then_starts_anew() -> None:
+    reference = sampler()
+    packs = {}
+    for epoch in (1, 2):
+        reference.set_epoch(epoch)
+        packs[epoch] = list(reference)
+    reference.set_epoch(1)
+    resumed = sampler()
+    resumed.load_state_dict(reference.state_dict(step=4))
+    seen = []
+    for epoch in (1, 2):
+        resumed.set_epoch(epoch)
+        seen.append(list(resumed))
+    assert seen == [packs[1][4:], packs[2]]
+    assert list(resumed) == packs[2], "a second pass without set_epoch is whole too"
+
+
+def test_batches_of_all_ranks_are_in_the_bucket_of_the_step() -> None:
+    lengths = [7000] + [20] * 9
+    rows = [{"input_ids": [1] * n, "loss_mask": [1] * n} for n in lengths]
+    collator = BucketingCollator(1024)
+    samplers = [
+        MultipackSampler(lengths, 8192, world_size=4, rank=rank, granularity=1024) for rank in range(4)
+    ]
+    per_rank = [list(each.batches(rows, collator)) for each in samplers]
+    for step in zip(*per_rank, strict=True):
+        assert {batch.num_slots for batch in step} == {7168}
+    assert sum(batch.num_tokens for batches in per_rank for batch in batches) == sum(lengths)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"lengths": [5, 0]}, "sample 1 has 0 tokens"),
+        ({"lengths": [5.9, 3.9]}, "float64"),
+        ({"lengths": [[1, 2]]}, r"shape \(1, 2\)"),
+        ({"capacity": 8.5}, "capacity is 8.5"),
+        ({"seed": -1}, "seed is -1"),
+        ({"granularity": 0}, "granularity is 0"),
+        ({"world_size": 0}, "world_size is 0"),
+        ({"world_size": 1, "rank": 1}, "give world_size"),
+    ],
+)
+def test_arguments_that_make_no_sense_are_named(arguments: dict[str, Any], words: str) -> None:
+    options = {"lengths": [5, 3], "capacity": 8, "world_size": 1, "rank": 0} | arguments
+    with pytest.raises(InputError, match=words):
+        MultipackSampler(**options)
+    good = MultipackSampler([5, 3], 8, world_size=1, rank=0)
+    for state in ({}, good.state_dict(99), good.state_dict(-2)):
+        with pytest.raises(InputError):
+            good.load_state_dict(state)
+    with pytest.raises(InputError, match="epoch is -1"):
+        good.set_epoch(-1)
+
+
 def test_bad_arguments_are_named() -> None:
-    with pytest.raises(InputError, match="has 29 tokens, but capacity is 16"):
+    with pytest.raises(InputError, match=r"sample 1 has 29 tokens.* capacity of 16"):
         MultipackSampler([3, 29], 16, world_size=1, rank=0)
-    with pytest.raises(InputError, match="rank is 2; it must lie between 0 and 1"):
+    with pytest.raises(InputError, match="rank is 2 of 2; it must lie between 0 and 1"):
         sampler(rank=2)
 
 
@@ -94,14 +149,14 @@ def test_all_ranks_of_a_step_compute_one_bucket_even_without_a_sample() -> None:
     plan = plan_multipack(lengths, 32, world_size=4, granularity=16)
     rows = [{"input_ids": [1] * n, "loss_mask": [1] * n} for n in lengths]
     collator = BucketingCollator(16)
-    per_rank = [PlannedBatches(rows, plan, collator, rank) for rank in range(4)]  # type: ignore[arg-type]
+    per_rank = [PlannedBatches(rows, plan, collator, rank) for rank in range(4)]
     for step in range(plan.num_steps):
         slots = {batches[step].num_slots for batches in per_rank}
         assert slots == {int(plan.bucket_lens[step])}
     with pytest.raises(IndexError):
         per_rank[0][plan.num_steps]
     few = plan_multipack([5], 32, world_size=3, granularity=16)
-    batches = [PlannedBatches(rows[1:2], few, collator, rank)[0] for rank in range(3)]  # type: ignore[arg-type]
+    batches = [PlannedBatches(rows[1:2], few, collator, rank)[0] for rank in range(3)]
     assert sorted(batch.num_tokens for batch in batches) == [0, 0, 4]
     assert {batch.num_slots for batch in batches} == {16}
 

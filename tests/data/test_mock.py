@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from eagle_train.data.collator import BucketingCollator
-from eagle_train.data.mock import DEFAULT_MOCK_SAMPLES, MockSamples, answer_length, mock_lengths
+from eagle_train.data.mock import DEFAULT_MOCK_SAMPLES, MockSamples, answer_length, mock_lengths, read_lengths
 from eagle_train.data.samples import Sample
 from eagle_train.errors import InputError
 
@@ -65,8 +65,10 @@ def test_a_file_of_lengths_is_repeated_as_often_as_asked(tmp_path: Path, name: s
     assert mock_lengths(str(path), 2, seed=0).dtype == np.int64
 
 
-def test_longest_cuts_lengths() -> None:
-    assert mock_lengths("uniform:1:100", 1000, seed=0, longest=40).max() == 40
+def test_blank_lines_and_a_byte_order_mark_are_no_fault(tmp_path: Path) -> None:
+    path = tmp_path / "lengths"
+    path.write_text("\ufeff5\n\n7\n\n", encoding="utf-8")
+    assert read_lengths(str(path), "--lengths").tolist() == [5, 7]
 
 
 @pytest.mark.parametrize(
@@ -106,7 +108,6 @@ def test_a_count_below_one_is_refused() -> None:
     [
         ("", "holds no length"),
         ("5\nsix\n7\n", ":2 is 'six'; each line must be one whole number"),
-        ("5\n\n7\n", ":2 is ''; each line"),
         ("5\n6.0\n", ":2 is '6.0'; each line"),
         ("5\n0\n", "has the length 0 as entry 2"),
         ("5\n7\n-3\n", "has the length -3 as entry 3"),
@@ -123,7 +124,7 @@ def test_a_bad_text_file_of_lengths_is_refused(tmp_path: Path, text: str, words:
 
 def test_a_text_file_that_is_no_text_is_refused(tmp_path: Path) -> None:
     (tmp_path / "lengths").write_bytes(b"\xff\xfe\x80")
-    with pytest.raises(InputError, match=r"--mock_len .*lengths cannot be read as text"):
+    with pytest.raises(InputError, match=r"--mock_len .*lengths is neither .npy nor text"):
         mock_lengths(str(tmp_path / "lengths"), None, seed=0)
 
 

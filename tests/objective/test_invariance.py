@@ -22,6 +22,7 @@ from eagle_train.model.target import FrozenTarget
 from eagle_train.objective.acceptance import AcceptanceTotals
 from eagle_train.objective.losses import RowStatistics
 from eagle_train.objective.unroll import UnrolledSums, supervise
+from eagle_train.train.distributed import Ranks, data_parallel
 from eagle_train.train.evaluate import evaluate, micro_batch_sums
 from eagle_train.train.loop import Run, step_weights, supervised_counts, train_step
 from eagle_train.train.optim import make_optimizer
@@ -185,12 +186,14 @@ def new_run(
 ) -> Run:
     config = TrainConfig(ttt_steps=K, learning_rate=1e-3, output_dir=str(directory), **changes)
     nothing = cast(Any, None)
-    data = PreparedData([], np.zeros(0, dtype=np.int64), [], nothing, None)
+    none = np.zeros(0, dtype=np.int64)
+    data = PreparedData([], none, none, [], nothing, None)
     return Run(
         config=config,
         prepared=Prepared(target, "tiny", head, data, 1.0, 1.0),
         schedule=Schedule([16], config, world_size=1),
-        rank=0,
+        ranks=Ranks(),
+        module=data_parallel(head, Ranks()),
         optimizer=make_optimizer(head, config, 1e-3),
         learning_rate=1e-3,
         num_steps=num_steps,

@@ -365,10 +365,10 @@ def test_options_may_come_from_a_config_file(tmp_path: Path) -> None:
 
 FAULTS = {
     "a file that is not there": ("--lengths no.npy", ("--lengths", "no.npy", "no file")),
-    "no rank": ("--lengths {lengths} --world_size 0", ("--world_size is 0", "at least 1")),
+    "no rank": ("--lengths {lengths} --world_size 0", ("--world_size is 0", "between 1 and")),
     "a folder that is not there": (
         "--lengths {lengths} --out no/plan.jsonl",
-        ("--out no/plan.jsonl", "cannot be written", "name another"),
+        ("--out 'no/plan.jsonl'", "directory that exists", "name one"),
     ),
     "a misspelt flag": ("--lengths {lengths} --worldsize 2", ("--worldsize", "did you mean --world_size")),
     "a shortened flag": ("--length {lengths}", ("unknown flag --length", "did you mean --lengths")),

@@ -104,7 +104,7 @@ def test_the_rules_hold_for_a_config_file_too(place: Workplace) -> None:
 
 def test_an_attention_that_is_none_is_refused(place: Workplace) -> None:
     line = place.refusal(attn_implementation="quick", **PADDED)
-    assert_names(line, str(place.target), "could not be loaded", "quick")
+    assert_names(line, str(place.target), "--attn_implementation quick cannot be used", "use eager")
 
 
 def figures(events: list[dict[str, Any]]) -> Iterator[float]:

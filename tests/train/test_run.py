@@ -506,8 +506,8 @@ def test_only_the_draft_head_is_trained(place: Workplace, monkeypatch: pytest.Mo
     kept: list[Prepared] = []
     prepare = loop.prepare
 
-    def remember(config: TrainConfig) -> Prepared:
-        kept.append(prepare(config))
+    def remember(*arguments: Any) -> Prepared:
+        kept.append(prepare(*arguments))
         return kept[-1]
 
     monkeypatch.setattr(loop, "prepare", remember)

@@ -23,7 +23,7 @@ def test_the_average_of_equal_steps_is_the_step_from_the_first_on() -> None:
     statistics = Statistics()
     for _ in range(3):
         add(statistics, seconds=2.0)
-        rates = statistics.rates(steps_per_epoch=50, alpha=0.9)
+        rates = statistics.rates(steps_per_epoch=50)
         assert rates["step_seconds"] == pytest.approx(2.0)
         assert rates["epoch_seconds"] == pytest.approx(100.0)
         assert rates["tokens_per_second"] == pytest.approx(450.0)
@@ -38,7 +38,7 @@ def test_the_average_is_the_weighted_mean_of_the_steps() -> None:
         add(statistics, value)
     weights = [0.81, 0.9, 1.0]
     expected = sum(w * s for w, s in zip(weights, seconds, strict=True)) / sum(weights)
-    assert statistics.rates(1, 0.9)["step_seconds"] == pytest.approx(expected)
+    assert statistics.rates(1)["step_seconds"] == pytest.approx(expected)
 
 
 def test_rates_are_ratios_of_sums_and_no_means_of_rates() -> None:
@@ -46,17 +46,17 @@ def test_rates_are_ratios_of_sums_and_no_means_of_rates() -> None:
     statistics = Statistics()
     add(statistics, 1.0)
     add(statistics, 10.0, factor=10)
-    assert statistics.rates(1, 0.9)["tokens_per_second"] == pytest.approx(900.0)
+    assert statistics.rates(1)["tokens_per_second"] == pytest.approx(900.0)
     add(statistics, 100.0)
-    assert statistics.rates(1, 0.9)["tokens_per_second"] < 200
+    assert statistics.rates(1)["tokens_per_second"] < 200
 
 
 def test_steps_that_compiled_count_in_the_totals_only() -> None:
     statistics = Statistics()
     add(statistics, 60.0, compiled=True)
-    assert statistics.rates(10, 0.9)["step_seconds"] is None
+    assert statistics.rates(10)["step_seconds"] is None
     add(statistics, 2.0)
-    assert statistics.rates(10, 0.9)["step_seconds"] == pytest.approx(2.0)
+    assert statistics.rates(10)["step_seconds"] == pytest.approx(2.0)
     assert statistics.totals["seconds"] == 62.0
     assert statistics.totals["tokens"] == 1800
     assert statistics.updates == 1
@@ -71,12 +71,21 @@ def test_a_saved_average_goes_on_as_if_nothing_had_happened() -> None:
     resumed = Statistics(**json.loads(json.dumps(asdict(first))))
     for statistics in (whole, resumed):
         add(statistics, 2.0)
-    assert resumed.rates(7, 0.9) == whole.rates(7, 0.9)
+    assert resumed.rates(7) == whole.rates(7)
     assert resumed.overall() == whole.overall()
 
 
+def test_another_alpha_after_a_resumption_keeps_the_average_unbiased() -> None:
+    statistics = Statistics()
+    for _ in range(5):
+        add(statistics, 2.0)
+    for alpha in (0.999, 0.1):
+        statistics.add(dict(STEP), seconds=2.0, data_seconds=0.5, alpha=alpha)
+        assert statistics.rates(10)["step_seconds"] == pytest.approx(2.0)
+
+
 def test_without_a_step_every_figure_is_missing() -> None:
-    rates = Statistics().rates(10, 0.9)
+    rates = Statistics().rates(10)
     assert {f"{name}_per_second" for name in COUNTS} <= set(rates)
     assert set(rates.values()) == {None}
 
