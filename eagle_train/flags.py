@@ -107,7 +107,7 @@ def _shape(annotation: Any) -> tuple[type, bool, bool]:
     return (typing.get_args(annotation)[0] if many else annotation), many, optional
 
 
-def _or_none(base: type) -> Callable[[str], Any]:
+def _or_none(base: Callable[[str], Any]) -> Callable[[str], Any]:
     """`none` on the command line takes back what a config file names."""
 
     def parse_value(text: str) -> Any:
@@ -161,7 +161,8 @@ def _parser(fields: Fields, command: str, description: str) -> argparse.Argument
             {"choices": f.metadata["choices"]} if f.metadata["choices"] else {"metavar": base.__name__}
         )
         if base is bool:
-            extra |= {"type": _parse_bool, "nargs": "?", "const": True}
+            parse_value = _or_none(_parse_bool) if optional else _parse_bool
+            extra |= {"type": parse_value, "nargs": "?", "const": True}
         else:
             # A repeated list flag adds to the list: replacing would lose files without a word.
             extra |= {"type": _or_none(base) if optional and not many else base}

@@ -163,6 +163,10 @@ class Shape(NamedTuple):
     bucket_len: int
     supervised_len: int
 
+    @property
+    def num_slots(self) -> int:
+        return self.num_rows * self.bucket_len
+
     def __str__(self) -> str:
         row = f"{self.num_rows}x{self.bucket_len}" if self.num_rows > 1 else str(self.bucket_len)
         return f"{row}/{self.supervised_len}"

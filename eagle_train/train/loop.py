@@ -47,6 +47,9 @@ from eagle_train.train.state import RunState, load_state, save_state
 from eagle_train.train.statistics import batch_counts, peak_memory_gib
 
 
+MOST_LENGTHS = 24  # that are compiled without being asked for: each takes seconds
+
+
 @dataclass(slots=True)
 class Run:
     """One run's moving parts. module: the head's loss, averaged over ranks in its backward; baseline: the
@@ -242,6 +245,14 @@ def compile_run(run: Run) -> None:
     shapes = run.schedule.shapes(run.state.position, run.state.step, run.num_steps)
     if prepared.data.heldout_samples:
         shapes += validation_shapes(prepared.data.heldout_samples, config, run.ranks.world_size)
+    num_lengths = len({length for shape in shapes for length in (shape.num_slots, shape.supervised_len)})
+    if num_lengths > MOST_LENGTHS and not config.torch_compile:
+        say(
+            run,
+            f"torch.compile is off: {num_lengths} lengths would be compiled, more than {MOST_LENGTHS}; raise "
+            "--bucket_granularity, or ask for it with --torch_compile",
+        )
+        return
     if config.compile_target:
         compile_target(prepared.target)
     run.compiled = compile_objective(prepared.head, len(shapes))

@@ -26,7 +26,7 @@ from eagle_train.train.evaluate import evaluate, micro_batch_sums
 from tests.commands import read_events, run
 from tests.tiny import tiny_target
 
-GRANULARITY, ROW = 64, 256
+GRANULARITY, ROW = 64, 192
 H, V, V_D = 64, 160, 96
 SHAPES = [Shape(1, t, r) for t in range(64, ROW + 1, 64) for r in range(64, t + 1, 64)]
 
@@ -256,6 +256,21 @@ def test_a_run_goes_on_compiled_or_not_as_it_was_begun_or_not(tmp_path: Path) ->
         assert outcome.code == 0, outcome.err
         losses = [read_events(path, "train")[-1]["loss"] for path in (whole, output)]
         assert losses[1] == pytest.approx(losses[0], rel=1e-3)
+
+
+def test_hundreds_of_lengths_are_not_compiled_unasked(tmp_path: Path) -> None:
+    options = MOCK | {
+        "bucket_granularity": 1,
+        "max_steps": 2,
+        "packing": "none",
+        "batch_size": 1,
+        "num_epochs": 1,
+    }
+    outcome = run("--mock_data", *words(options), "--output_dir", tmp_path / "out", "--torch_compile", "none")
+    assert outcome.code == 0, outcome.err
+    assert re.search(
+        r"^torch.compile is off: \d+ lengths .* raise --bucket_granularity", outcome.out, re.MULTILINE
+    )
 
 
 def train_without_compiler(tmp_path: Path, *flags: str) -> subprocess.CompletedProcess[str]:
