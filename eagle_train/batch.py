@@ -29,8 +29,8 @@ class PackedBatch:
     cu_seqlens int32 `[S+1]` and offsets (the same on the host): the documents tile [0, T);
     max_seqlen: the longest document in tokens; num_tokens: slots that hold real tokens;
     num_rows: 1 when documents lie flat, B for the padded B x L form;
-    supervised_len: rows that steps 1, 2, ... compute: those supervised at step 0, rounded up to the bucket
-    granularity; one for all ranks of a step. 0: just the supervised ones;
+    supervised_len: rows that steps 1, 2, ... compute at least: one of few sizes that hold those supervised at
+    step 0, the same on all ranks of a step. 0: just the supervised ones;
     sources: "file:line" of each real document, in order, for messages.
     """
 

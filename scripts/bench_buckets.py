@@ -134,6 +134,7 @@ def compile_for(
 ) -> Compiled | None:
     if setting.dynamic is None:
         return None
+    schedule.choose_supervised_sizes()
     shapes = schedule.shapes(Position(), 0, config.max_steps or 1)
     compiled = compile_objective(prepared.head, len(shapes), dynamic=setting.dynamic)
     if not setting.dynamic:

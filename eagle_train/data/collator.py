@@ -57,8 +57,8 @@ class BucketingCollator:
     def __call__(
         self, features: Sequence[Feature], bucket_len: int = 0, supervised_len: int = 0
     ) -> PackedBatch:
-        """bucket_len, supervised_len: slots and supervised rows to count at least, so that ranks with unlike
-        packs compute one shape.
+        """bucket_len: slots that a row has at least; supervised_len: see `PackedBatch`. With both, ranks with
+        unlike packs compute one shape.
         """
         samples = [as_sample(feature, position) for position, feature in enumerate(features)]
         lengths = [len(sample) for sample in samples]
@@ -70,8 +70,6 @@ class BucketingCollator:
             num_rows = max(len(samples), 1)
             row_len = round_up(max(longest, bucket_len), self.bucket_granularity)
             starts = np.arange(len(samples)) * row_len
-        num_supervised = max(sum(sample.num_supervised_rows for sample in samples), supervised_len)
-        supervised_len = round_up(num_supervised, self.bucket_granularity)
         batch = self._lay_out(samples, [int(start) for start in starts], num_rows, row_len)
         return replace(batch, supervised_len=supervised_len)
 

@@ -19,7 +19,7 @@ class PlannedBatches:
     """One rank's batches of a plan as a map-style dataset: item s is the batch of step s, in the buckets that
     all ranks of the step share.
 
-    supervised_lens: int64 `[num_steps]`, of `supervised_buckets`; None: each batch rounds up its own count.
+    supervised_lens: int64 `[num_steps]`, of `supervised_buckets`; None: no more than the supervised rows.
     """
 
     samples: Sequence[Feature]

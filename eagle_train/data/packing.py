@@ -172,27 +172,62 @@ class Shape(NamedTuple):
         return f"{row}/{self.supervised_len}"
 
 
-def supervised_buckets(plan: Plan, supervised_rows: Ints, granularity: int) -> Ints:
-    """Rows of later TTT steps in each plan step, int64 `[num_steps]`: the most that a rank holds, rounded up.
+def supervised_counts(plan: Plan, supervised_rows: Ints) -> Ints:
+    """The most rows supervised at TTT step 0 that a rank holds in each plan step, int64 `[num_steps]`.
 
-    supervised_rows: of each sample, at TTT step 0.
+    supervised_rows: of each sample.
     """
     counts = np.diff(plan.offsets)
     per_pack = np.zeros(len(counts), dtype=np.int64)
     np.add.at(per_pack, np.repeat(np.arange(len(counts)), counts), supervised_rows[plan.samples])
-    most = per_pack.reshape(-1, plan.world_size).max(axis=1, initial=1)
-    return -(-most // granularity) * granularity
+    return per_pack.reshape(-1, plan.world_size).max(axis=1, initial=1)
+
+
+def choose_sizes(counts: Ints, num_sizes: int = 3, multiple: int = 64) -> list[int]:
+    """At most `num_sizes` multiples of `multiple` to which all counts are rounded up at the least sum.
+
+    Exact, by dynamic programming over the distinct counts: the best cover of the first i by k sizes ends in
+    one size for the counts j..i.
+    """
+    values, times = np.unique(-(-counts // multiple) * multiple, return_counts=True)
+    ends = np.concatenate([[0], np.cumsum(times)])
+    best = np.where(np.arange(len(values) + 1) == 0, 0.0, np.inf)
+    ways: list[Ints] = []
+    for _ in range(min(num_sizes, len(values))):
+        # cost[j, i]: the first j values as before, values j..i-1 all rounded up to the last of them
+        spans = (ends[None, :] - ends[:, None]) * np.concatenate([[0], values])[None, :]
+        cost = best[:, None] + np.where(np.triu(np.ones_like(spans), 1) > 0, spans, np.inf)
+        ways.append(cost.argmin(axis=0))
+        best = cost.min(axis=0)
+    sizes, until = [], len(values)
+    for way in reversed(ways):
+        if until:
+            sizes.append(int(values[until - 1]))
+            until = int(way[until])
+    return sorted(sizes)
+
+
+def supervised_buckets(
+    plan: Plan, supervised_rows: Ints, sizes: Sequence[int], *, padding_free: bool = True
+) -> Ints:
+    """Rows that later TTT steps compute in each plan step, int64 `[num_steps]`: the smallest of `sizes` that
+    holds the step's, or all slots of the batch where none does or where these are fewer.
+    """
+    ladder = np.array([*sizes, np.iinfo(np.int64).max], dtype=np.int64)
+    fitting = ladder[np.searchsorted(ladder, supervised_counts(plan, supervised_rows))]
+    most_rows = np.diff(plan.offsets).reshape(-1, plan.world_size).max(axis=1, initial=1)
+    return np.minimum(fitting, plan.bucket_lens * (1 if padding_free else most_rows))
 
 
 def plan_shapes(
-    plan: Plan, supervised_rows: Ints, granularity: int, *, padding_free: bool = True
+    plan: Plan, supervised_rows: Ints, sizes: Sequence[int], *, padding_free: bool = True
 ) -> Counter[Shape]:
     """How often each shape occurs in a plan, a rank's batches counted one by one."""
-    supervised = supervised_buckets(plan, supervised_rows, granularity)
-    sizes = np.diff(plan.offsets).reshape(-1, plan.world_size)
+    supervised = supervised_buckets(plan, supervised_rows, sizes, padding_free=padding_free)
+    pack_sizes = np.diff(plan.offsets).reshape(-1, plan.world_size)
     shapes: Counter[Shape] = Counter()
     for step, (bucket_len, supervised_len) in enumerate(zip(plan.bucket_lens, supervised, strict=True)):
-        for size in sizes[step]:
+        for size in pack_sizes[step]:
             num_rows = 1 if padding_free else max(int(size), 1)
             shapes[Shape(num_rows, int(bucket_len), int(supervised_len))] += 1
     return shapes

@@ -33,7 +33,28 @@ from eagle_train.objective.losses import ChunkFunctions, gradient_chunk, label_c
 from eagle_train.train.evaluate import micro_batch_sums
 
 HEAD_FUNCTIONS = ("fuse", "project", "finish")
+MOST_LENGTHS = 24  # that are compiled without being asked for: each takes seconds
 SPARE_GRAPHS = 8  # beyond the planned ones, so that an unplanned shape is counted and not refused
+
+
+def why_not_compiled(device: torch.device, shapes: Iterable[Shape], *, asked_for: bool) -> str | None:
+    """What speaks against compiling for these shapes on this device, with the remedy; None: nothing.
+
+    Raises InputError where compiling was asked for and there is no compiler.
+    """
+    lengths = {length for shape in shapes for length in (shape.num_slots, shape.supervised_len)}
+    if len(lengths) > MOST_LENGTHS and not asked_for:
+        return (
+            f"{len(lengths)} lengths would be compiled, more than {MOST_LENGTHS}; raise "
+            "--bucket_granularity, or ask for it with --torch_compile"
+        )
+    fault = compiler_fault(device)
+    if fault and asked_for:
+        raise InputError(
+            f"--torch_compile: nothing can be compiled here ({fault}); install a C++ compiler such as g++, "
+            "or use --torch_compile false"
+        )
+    return f"{fault}. Install a C++ compiler such as g++ for faster steps" if fault else None
 
 
 def compiler_fault(device: torch.device) -> str | None:

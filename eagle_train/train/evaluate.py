@@ -31,6 +31,7 @@ from eagle_train.objective.losses import PLAIN_CHUNKS, ChunkFunctions
 from eagle_train.objective.unroll import STEP_DECAY, UnrolledSums, supervise, unrolled_sums
 from eagle_train.train.distributed import Ranks
 from eagle_train.train.report import format_sources
+from eagle_train.train.schedule import Geometry
 
 WALK_LENGTHS = (3, 5)  # n at which every validation gives the acceptance length, beside n = K
 
@@ -87,6 +88,7 @@ def evaluate(
     batch_size: int = 8,
     step_decay: float = STEP_DECAY,
     chunks: ChunkFunctions = PLAIN_CHUNKS,
+    supervised_sizes: Sequence[int] = (),
     ranks: Ranks | None = None,
     progress: bool = True,
 ) -> dict[str, Any]:
@@ -107,7 +109,11 @@ def evaluate(
         batch_size=batch_size,
         world_size=ranks.world_size,
     )
-    supervised = supervised_buckets(plan, supervised_rows(samples), bucket_granularity)
+    supervised = None
+    if supervised_sizes:
+        supervised = supervised_buckets(
+            plan, supervised_rows(samples), supervised_sizes, padding_free=padding_free
+        )
     collator = BucketingCollator(bucket_granularity, padding_free)
     loader = planned_loader(PlannedBatches(samples, plan, collator, ranks.rank, supervised))
     faulty: list[str] = []
@@ -132,17 +138,22 @@ def supervised_rows(samples: Sequence[Sample]) -> Ints:
     return np.array([sample.num_supervised_rows for sample in samples], dtype=np.int64)
 
 
-def validation_shapes(samples: Sequence[Sample], config: TrainConfig, world_size: int) -> Counter[Shape]:
+def validation_shapes(
+    samples: Sequence[Sample],
+    config: TrainConfig,
+    geometry: Geometry,
+    supervised_sizes: Sequence[int],
+) -> Counter[Shape]:
     """The shapes of a run's validations, for the compiler."""
     plan = validation_plan(
         samples,
-        training_seq_len=config.training_seq_len,
+        training_seq_len=geometry.capacity,
         bucket_granularity=config.granularity,
         padding_free=config.padding_free,
         batch_size=config.batch_size,
-        world_size=world_size,
+        world_size=geometry.world_size,
     )
-    return plan_shapes(plan, supervised_rows(samples), config.granularity, padding_free=config.padding_free)
+    return plan_shapes(plan, supervised_rows(samples), supervised_sizes, padding_free=config.padding_free)
 
 
 def validation_plan(

@@ -22,11 +22,11 @@ from eagle_train.train.compile import (
     Compiled,
     compile_objective,
     compile_target,
-    compiler_fault,
     describe_compiled,
     graphs_so_far,
     shape_of,
     warm_up,
+    why_not_compiled,
 )
 from eagle_train.train.distributed import Ranks, data_parallel, is_rank_failure, join, leave, without_sync
 from eagle_train.train.evaluate import evaluate, micro_batch_sums, validation_shapes, walk_lengths
@@ -45,9 +45,6 @@ from eagle_train.train.report import MetricsLog, format_sources, format_validati
 from eagle_train.train.schedule import Schedule, Window, data_digest
 from eagle_train.train.state import RunState, load_state, save_state
 from eagle_train.train.statistics import batch_counts, peak_memory_gib
-
-
-MOST_LENGTHS = 24  # that are compiled without being asked for: each takes seconds
 
 
 @dataclass(slots=True)
@@ -234,24 +231,14 @@ def compile_run(run: Run) -> None:
     config, prepared = run.config, run.prepared
     if config.torch_compile is False:
         return
-    if fault := compiler_fault(prepared.target.device):
-        if config.torch_compile:
-            raise InputError(
-                f"--torch_compile: nothing can be compiled here ({fault}); install a C++ compiler such as "
-                "g++, or use --torch_compile false"
-            )
-        say(run, f"torch.compile is off: {fault}. Install a C++ compiler such as g++ for faster steps")
-        return
+    run.schedule.choose_supervised_sizes()
+    sizes = run.schedule.supervised_sizes
     shapes = run.schedule.shapes(run.state.position, run.state.step, run.num_steps)
     if prepared.data.heldout_samples:
-        shapes += validation_shapes(prepared.data.heldout_samples, config, run.ranks.world_size)
-    num_lengths = len({length for shape in shapes for length in (shape.num_slots, shape.supervised_len)})
-    if num_lengths > MOST_LENGTHS and not config.torch_compile:
-        say(
-            run,
-            f"torch.compile is off: {num_lengths} lengths would be compiled, more than {MOST_LENGTHS}; raise "
-            "--bucket_granularity, or ask for it with --torch_compile",
-        )
+        shapes += validation_shapes(prepared.data.heldout_samples, config, run.schedule.geometry, sizes)
+    if obstacle := why_not_compiled(prepared.target.device, shapes, asked_for=bool(config.torch_compile)):
+        run.schedule.supervised_sizes = ()
+        say(run, f"torch.compile is off: {obstacle}")
         return
     if config.compile_target:
         compile_target(prepared.target)
@@ -385,12 +372,13 @@ def validate(run: Run) -> None:
             prepared.target,
             prepared.data.heldout_samples,
             ttt_steps=config.ttt_steps,
-            training_seq_len=config.training_seq_len,
+            training_seq_len=run.schedule.geometry.capacity,  # so that graphs of training are used
             bucket_granularity=config.granularity,
             padding_free=config.padding_free,
             batch_size=config.batch_size,
             step_decay=config.step_decay,
             chunks=run.chunks,
+            supervised_sizes=run.schedule.supervised_sizes,
             ranks=run.ranks,
         )
     except InputError as error:

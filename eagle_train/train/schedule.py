@@ -19,10 +19,12 @@ from eagle_train.data.packing import (
     Ints,
     Plan,
     Shape,
+    choose_sizes,
     plan_batches,
     plan_multipack,
     plan_shapes,
     supervised_buckets,
+    supervised_counts,
 )
 from eagle_train.data.packing_baselines import plan_multipack_v1, plan_multipack_v2, plan_next_fit
 from eagle_train.data.plan_figures import step_imbalance
@@ -148,6 +150,7 @@ class Schedule:
         self.lengths = np.asarray(lengths, dtype=np.int64)
         self.supervised_rows = np.zeros_like(self.lengths) if supervised_rows is None else supervised_rows
         self.config = config
+        self.supervised_sizes: tuple[int, ...] = ()  # chosen where the head is compiled
         self.geometry = batch_geometry(self.lengths, config, world_size)
         # The plan asked for last, because planning a million samples takes seconds.
         self._kept: tuple[tuple[int, tuple[Segment, ...], int, int], Plan] | None = None
@@ -235,6 +238,18 @@ class Schedule:
             step += self.optimizer_steps(self.plan(position.epoch, earlier).num_steps - done)
         return step
 
+    def choose_supervised_sizes(self) -> None:
+        """Few sizes to which later TTT steps round up, the best for the first epoch's plan."""
+        counts = supervised_counts(self.plan(), self.supervised_rows)
+        self.supervised_sizes = tuple(choose_sizes(counts))
+
+    def _supervised_lens(self, plan: Plan) -> Ints | None:
+        if not self.supervised_sizes:
+            return None
+        return supervised_buckets(
+            plan, self.supervised_rows, self.supervised_sizes, padding_free=self.config.padding_free
+        )
+
     def shapes(self, position: Position, step: int, num_steps: int) -> Counter[Shape]:
         """Shapes of all batches that are still to come, for the compiler."""
         earlier, done = self._open(position)
@@ -244,7 +259,7 @@ class Schedule:
             shapes += plan_shapes(
                 plan,
                 self.supervised_rows,
-                self.config.granularity,
+                self.supervised_sizes,
                 padding_free=self.config.padding_free,
             )
             step += self.optimizer_steps(plan.num_steps - done)
@@ -264,8 +279,7 @@ class Schedule:
             whole = self.epoch_plan(epoch).num_steps if earlier else plan.num_steps
             per_epoch = self.optimizer_steps(whole)
             batches: list[PackedBatch] = []
-            supervised = supervised_buckets(plan, self.supervised_rows, self.config.granularity)
-            planned = PlannedBatches(samples, plan, collator, rank, supervised)
+            planned = PlannedBatches(samples, plan, collator, rank, self._supervised_lens(plan))
             for batch in planned_loader(planned, done):
                 batches.append(batch)
                 done += 1

@@ -2,13 +2,23 @@
 
 from collections.abc import Callable, Sequence
 from functools import cache
-from itertools import product
+from itertools import combinations, product
 
 import numpy as np
 import numpy.typing as npt
 import pytest
 
-from eagle_train.data.packing import Plan, assemble, cost, plan_batches, plan_multipack, shuffled
+from eagle_train.data.packing import (
+    Plan,
+    assemble,
+    choose_sizes,
+    cost,
+    plan_batches,
+    plan_multipack,
+    shuffled,
+    supervised_buckets,
+    supervised_counts,
+)
 from eagle_train.data.packing_baselines import (
     first_fit,
     least_loaded,
@@ -301,3 +311,31 @@ def test_figures_of_one_rank_and_of_no_sample() -> None:
     assert step_imbalance(plan_multipack([3, 5, 7], 8), [3, 5, 7]).tolist() == [1.0, 1.0]
     figures = plan_figures(plan_multipack([], 8, world_size=3), [])
     assert (figures.num_steps, figures.slots, figures.fill, figures.imbalance_tokens) == (0, 0, 0.0, 1.0)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_sizes_hold_all_counts_at_the_least_sum(seed: int) -> None:
+    """Against all choices of at most three sizes."""
+    counts = np.random.default_rng(seed).integers(1, 600, 40)
+    rounded = -(-counts // 64) * 64
+
+    def rows(sizes: Sequence[int]) -> int:
+        return sum(min(size for size in sizes if size >= count) for count in counts)
+
+    sizes = choose_sizes(counts)
+    values = sorted(set(rounded.tolist()))
+    choices = [c for n in (1, 2, 3) for c in combinations(values, n) if c[-1] == values[-1]]
+    assert rows(sizes) == min(rows(choice) for choice in choices)
+    assert len(sizes) <= 3
+    assert choose_sizes(np.array([5, 7])) == [64]
+    assert choose_sizes(np.array([], dtype=np.int64)) == []
+
+
+def test_supervised_rows_are_rounded_up_to_a_size_or_to_the_row_on_all_ranks() -> None:
+    plan = plan_batches([10, 20, 30, 40, 50], 1, world_size=2, granularity=64)
+    rows = np.array([9, 19, 29, 39, 49])
+    most = supervised_counts(plan, rows)
+    assert most.tolist() == [max(int(rows[pack].sum()) for pack in step) for step in packs_of(plan)]
+    assert supervised_buckets(plan, rows, [49]).tolist() == [49] * 3
+    assert supervised_buckets(plan, rows, [20]).tolist() == [20 if count <= 20 else 64 for count in most]
+    assert supervised_buckets(plan, rows, [500]).tolist() == [64] * 3

@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
+from eagle_train.batch import PackedBatch
 from eagle_train.data.collator import BucketingCollator, round_up
 from eagle_train.data.packing import Shape
 from eagle_train.data.samples import Sample, answer_remaining_from_spans
@@ -65,6 +66,12 @@ def random_samples(rng: np.random.Generator, room: int) -> list[Sample]:
     return samples
 
 
+def collate(samples: list[Sample]) -> PackedBatch:
+    """Both lengths rounded up to the granularity, as a plan would."""
+    count = sum(sample.num_supervised_rows for sample in samples)
+    return BucketingCollator(GRANULARITY)(samples, supervised_len=round_up(count, GRANULARITY))
+
+
 def gradients(head: Eagle3DraftHead, sums: UnrolledSums) -> dict[str, torch.Tensor]:
     head.zero_grad()
     sums.loss.backward()
@@ -87,7 +94,7 @@ def test_compiled_equals_eager_in_sums_and_gradients(dtype: torch.dtype) -> None
     rng = np.random.default_rng(0)
     tolerance = {"rtol": 1e-4, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 5e-2, "atol": 3e-2}
     for _ in range(3):
-        batch = BucketingCollator(GRANULARITY)(random_samples(rng, ROW))
+        batch = collate(random_samples(rng, ROW))
         weights = torch.full((4,), 1 / max(batch.supervised_counts(1)[0], 1))
         expected = micro_batch_sums(plain, target, batch, weights)
         sums = micro_batch_sums(head, target, batch, weights, compiled.chunks)
@@ -105,10 +112,9 @@ def test_u22_two_hundred_ragged_batches_need_no_graph_beyond_the_warm_up(target:
     graphs, breaks = counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
     assert warm > 0
     rng = np.random.default_rng(1)
-    collator = BucketingCollator(GRANULARITY)
     documents = set()
     for number in range(200):
-        batch = collator(random_samples(rng, int(rng.integers(1, ROW + 1))))
+        batch = collate(random_samples(rng, int(rng.integers(1, ROW + 1))))
         documents.add(len(batch.sources))
         weights = torch.ones(2 + number % 4)
         if number % 2:
@@ -131,7 +137,7 @@ def test_the_number_of_graphs_does_not_grow_with_the_ttt_steps(target: MockTarge
         head = new_head(target)
         compiled = compile_objective(head, 1)
         samples = random_samples(np.random.default_rng(2), ROW)
-        batch = BucketingCollator(GRANULARITY)(samples)
+        batch = collate(samples)
         micro_batch_sums(head, target, batch, torch.ones(ttt_steps), compiled.chunks).loss.backward()
         graphs.append(compiled.counts()["graphs_compiled"])
     assert graphs[0] == graphs[1] > 0
@@ -140,7 +146,7 @@ def test_the_number_of_graphs_does_not_grow_with_the_ttt_steps(target: MockTarge
 def test_all_products_of_head_and_vocabulary_run_inside_compiled_code(target: MockTarget) -> None:
     """Counted in the autograd profiler: each product's event lies within a compiled region's."""
     head, compiled = compiled_head(target)
-    batch = BucketingCollator(GRANULARITY)(random_samples(np.random.default_rng(3), ROW))
+    batch = collate(random_samples(np.random.default_rng(3), ROW))
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         micro_batch_sums(head, target, batch, torch.ones(3), compiled.chunks).loss.backward()
     products, outside = 0, []
@@ -164,7 +170,8 @@ def test_validation_uses_the_graphs_of_training(target: MockTarget) -> None:
     options: dict[str, Any] = {
         "ttt_steps": 3, "training_seq_len": ROW, "bucket_granularity": GRANULARITY, "progress": False
     }  # fmt: skip
-    figures = evaluate(head, target, samples, chunks=compiled.chunks, **options)
+    sizes = (64, 128)
+    figures = evaluate(head, target, samples, chunks=compiled.chunks, supervised_sizes=sizes, **options)
     expected = evaluate(plain, target, samples, **options)
     assert figures["loss"] == pytest.approx(expected["loss"], rel=1e-5)
     assert figures["acceptance_rate"] == pytest.approx(expected["acceptance_rate"], rel=1e-5)
@@ -175,7 +182,7 @@ def test_an_unplanned_shape_is_counted_and_still_right(target: MockTarget) -> No
     head = new_head(target)
     compiled = compile_objective(head, 1)
     warm_up(compiled, head, target, [Shape(1, 64, 64)], GRANULARITY, progress=False)
-    batch = BucketingCollator(GRANULARITY)(random_samples(np.random.default_rng(5), ROW))
+    batch = collate(random_samples(np.random.default_rng(5), ROW))
     assert batch.num_slots == round_up(batch.num_tokens, GRANULARITY) > 64
     sums = micro_batch_sums(head, target, batch, torch.ones(2), compiled.chunks)
     expected = micro_batch_sums(new_head(target), target, batch, torch.ones(2))
