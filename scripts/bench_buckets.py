@@ -6,7 +6,7 @@ The same unpacked, padding-free batches are trained once under each setting: eag
 for a granularity of 256, 512 and 1,024; compiled with every batch padded to --training_seq_len ("fixed", what
 static shapes cost without buckets); and compiled with dynamic=True without buckets. A step is the target's
 forward, the unrolled loss, its backward, clipping and AdamW. Compile seconds are those of the warm-up (all
-planned shapes) or, with dynamic shapes, what the first steps took longer than the median step; the Inductor
+planned shapes) or, with dynamic shapes, of the steps that compiled; the Inductor
 cache is emptied first, unless --warm_cache.
 
 "paid back": the step at which a compiled run has overtaken the eager one, compile seconds included.
@@ -21,7 +21,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch._dynamo
 from tqdm import tqdm
@@ -117,14 +116,15 @@ def measure(setting: Setting, args: argparse.Namespace) -> Setting:
     before = graphs_so_far()
     windows = schedule.windows(prepared.data.train_samples, 0, Position(), args.steps)
     for window in tqdm(windows, desc=setting.name, total=args.steps, unit="step", leave=False):
-        started = time.perf_counter()
+        started, graphs = time.perf_counter(), graphs_so_far()
         train_step(prepared, window.batches, compiled, optimizer, config)
-        setting.seconds.append(time.perf_counter() - started)
+        seconds = time.perf_counter() - started
+        if graphs_so_far() > graphs:
+            setting.compile_seconds += seconds
+            continue
+        setting.seconds.append(seconds)
         setting.tokens += sum(batch.num_tokens for batch in window.batches)
         setting.slots += sum(batch.num_slots for batch in window.batches)
-    if setting.dynamic:
-        median = float(np.median(setting.seconds))
-        setting.compile_seconds = sum(max(seconds - median, 0.0) for seconds in setting.seconds[:5])
     setting.graphs += graphs_so_far() - before
     return setting
 
@@ -192,13 +192,12 @@ def report(rows: list[Setting], args: argparse.Namespace) -> str:
 
 
 def seconds_per_step(row: Setting) -> float:
-    """Of the steady state: the mean without the slowest tenth, among which are steps that compiled."""
-    kept = sorted(row.seconds)[: max(int(len(row.seconds) * 0.9), 1)]
-    return sum(kept) / len(kept)
+    """Of the steady state: the mean over steps that compiled nothing."""
+    return sum(row.seconds) / len(row.seconds)
 
 
 def rate(row: Setting) -> float:
-    return row.tokens / len(row.seconds) / seconds_per_step(row)
+    return row.tokens / sum(row.seconds)
 
 
 if __name__ == "__main__":

@@ -116,6 +116,9 @@ def unroll_states(
     """
     layout = DocumentLayout(batch.cu_seqlens, batch.offsets, batch.max_seqlen)
     num_slots, num_rows = batch.num_slots, len(rows_R0)
+    assert batch.supervised_len in (0, max(batch.supervised_len, num_rows)), (
+        f"{num_rows} supervised rows, but supervised_len is {batch.supervised_len}"
+    )
     num_filled = max(batch.supervised_len - num_rows, 0)
     keys: list[Tensor] = []
     values: list[Tensor] = []

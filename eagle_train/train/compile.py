@@ -60,8 +60,11 @@ def why_not_compiled(device: torch.device, shapes: Iterable[Shape], *, asked_for
 def compiler_fault(device: torch.device) -> str | None:
     """Why nothing can be compiled for a device here, in one line, or None: found by compiling a trifle."""
     try:
+        graphs = graphs_so_far()
         trifle = torch.compile(lambda x: x.sin() + 1, fullgraph=True, dynamic=False)
         trifle(torch.zeros(8, device=device))
+        if graphs_so_far() == graphs:
+            return "torch.compile is disabled, perhaps by TORCHDYNAMO_DISABLE"
     except Exception as error:  # whatever the compiler's tool chain raises
         reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
         return reason.strip()[:160]
@@ -109,6 +112,7 @@ def compile_objective(head: Eagle3DraftHead, num_shapes: int, *, dynamic: bool =
     limit of 8 graphs a function it would stop compiling. dynamic: one graph for all lengths instead of one
     for each, for comparison.
     """
+    torch._dynamo.reset()  # graphs of an earlier head in this process count towards the limits
     dynamo: Any = torch._dynamo.config
     dynamo.recompile_limit = max(dynamo.recompile_limit, 2 * num_shapes + SPARE_GRAPHS)
     dynamo.accumulated_recompile_limit = max(
@@ -134,9 +138,11 @@ def _compiled(function: Callable[..., Any], dynamic: bool) -> Callable[..., Any]
 def compile_target(target: Target) -> None:
     """Compile the MLP of each of the target's layers, which all share one graph for each row length.
 
-    Raises InputError where the layers have no MLP of that name, or none that compiles whole (experts).
+    Raises InputError where the layers have no MLP of that name.
     """
-    for layer in getattr(target, "layers", []):
+    if not hasattr(target, "layers"):
+        raise InputError("--compile_target: --mock_target has no layers to compile; drop one")
+    for layer in target.layers:
         if not isinstance(getattr(layer, "mlp", None), nn.Module):
             raise InputError(
                 f"--compile_target: the layers of {type(target.model).__name__} have no `mlp`; drop the flag"
@@ -156,10 +162,12 @@ def warm_up(
     granularity: int,
     *,
     progress: bool = True,
+    after_shape: Callable[[], object] = lambda: None,
 ) -> None:
     """Compile every planned shape, forward and backward, for training and for validation.
 
-    Two TTT steps do: step 0 and any later one run the same graphs whatever K is.
+    Two TTT steps do: step 0 and any later one run the same graphs whatever K is. after_shape: called behind
+    each shape.
     """
     shapes = sorted(shapes, reverse=True)
     with tqdm(shapes, desc="compiling", unit="shape", disable=not progress, leave=False) as bar:
@@ -172,16 +180,19 @@ def warm_up(
             micro_batch_sums(head, target, batch, weights, compiled.chunks, differentiable=False)
             head.zero_grad(set_to_none=True)
             compiled.warm_seconds[str(shape)] = time.perf_counter() - started
+            after_shape()
     compiled.at_warm = graphs_so_far()
 
 
 def _example(shape: Shape, granularity: int) -> PackedBatch:
-    """A batch of a shape, nearly all padding: one short answer in each row."""
-    length = min(8, shape.bucket_len)
-    answer = answer_remaining_from_spans(length, [(min(2, length - 1), length)])
-    sample = Sample(np.zeros(length, dtype=np.int32), answer, "warm-up")
+    """A batch of a shape, nearly all padding: a short answer in the first row."""
+    length = min(8, shape.bucket_len, shape.supervised_len + 1)
+    ids = np.zeros(length, dtype=np.int32)
+    answered = Sample(ids, answer_remaining_from_spans(length, [(min(1, length - 1), length)]), "warm-up")
+    silent = Sample(ids, np.zeros(length, dtype=np.int32), "warm-up")
     collator = BucketingCollator(granularity, padding_free=shape.num_rows == 1)
-    return collator([sample] * shape.num_rows, shape.bucket_len, shape.supervised_len)
+    samples = [answered, *[silent] * (shape.num_rows - 1)]
+    return collator(samples, shape.bucket_len, shape.supervised_len)
 
 
 def describe_compiled(compiled: Compiled) -> str:

@@ -1,5 +1,6 @@
 """Ranks and what they say to each other. Only this module imports accelerate and torch.distributed."""
 
+import gc
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -74,6 +75,14 @@ class Ranks:
         if first := next((text for text in faults if text is not None), None):
             raise InputError(first)
         return result
+
+    def part(self) -> None:
+        """All ranks are done. What holds on to the process group goes first: a group that is torn down after
+        the other ranks have ended waits for them.
+        """
+        if self.accelerator:
+            torch.distributed.barrier()
+            self.accelerator.free_memory()
 
     def require_agreement(self, facts: Mapping[str, str]) -> None:
         """All ranks must hold the same facts (digests of data, options, plan), or they would wait for each
@@ -166,5 +175,6 @@ def is_rank_failure(error: BaseException) -> bool:
 
 def leave() -> None:
     """End the talk between ranks; without it a rank that exits can abort one that is still leaving."""
+    gc.collect()  # a wrapped module in a reference cycle would hold on to the group
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()

@@ -27,11 +27,13 @@ from eagle_train.errors import InputError
 from eagle_train.model.eagle3 import Eagle3DraftHead
 from eagle_train.model.target import Target
 from eagle_train.objective.acceptance import AcceptanceTotals
+from eagle_train.objective.bigram import bigram_walk, fit_bigram
 from eagle_train.objective.losses import PLAIN_CHUNKS, ChunkFunctions
 from eagle_train.objective.unroll import STEP_DECAY, UnrolledSums, supervise, unrolled_sums
 from eagle_train.train.distributed import Ranks
 from eagle_train.train.report import format_sources
 from eagle_train.train.schedule import Geometry
+from eagle_train.train.splits import PreparedData
 
 WALK_LENGTHS = (3, 5)  # n at which every validation gives the acceptance length, beside n = K
 
@@ -173,3 +175,13 @@ def validation_plan(
     return plan_batches(
         lengths, batch_size, world_size=world_size, granularity=bucket_granularity, padding_free=False
     )
+
+
+def bigram_baseline(data: PreparedData, vocab_size: int, ttt_steps: int) -> dict[str, float | None]:
+    """Acceptance length of a bigram drafter, counted on the training answers, over the held-out ones."""
+    train_documents = [(s.input_ids, s.answer_remaining) for s in data.train_samples]
+    heldout_documents = [(s.input_ids, s.answer_remaining) for s in data.heldout_samples]
+    table = fit_bigram(train_documents, vocab_size)
+    return {
+        str(n): bigram_walk(table, heldout_documents, n).acceptance_length for n in walk_lengths(ttt_steps)
+    }

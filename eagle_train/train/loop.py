@@ -1,5 +1,6 @@
 """The training loop. `train` is the file's story; everything else is a sentence of it."""
 
+import os
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -15,7 +16,6 @@ from eagle_train.config import TrainConfig
 from eagle_train.errors import InputError, RankError
 from eagle_train.model.checkpoint import save_draft_head
 from eagle_train.objective.acceptance import AcceptanceTotals
-from eagle_train.objective.bigram import bigram_walk, fit_bigram
 from eagle_train.objective.losses import PLAIN_CHUNKS, ChunkFunctions
 from eagle_train.objective.unroll import UnrolledSums
 from eagle_train.train.compile import (
@@ -29,7 +29,13 @@ from eagle_train.train.compile import (
     why_not_compiled,
 )
 from eagle_train.train.distributed import Ranks, data_parallel, is_rank_failure, join, leave, without_sync
-from eagle_train.train.evaluate import evaluate, micro_batch_sums, validation_shapes, walk_lengths
+from eagle_train.train.evaluate import (
+    bigram_baseline,
+    evaluate,
+    micro_batch_sums,
+    validation_shapes,
+    walk_lengths,
+)
 from eagle_train.train.optim import learning_rate_factor, make_optimizer, peak_learning_rate
 from eagle_train.train.output import (
     check_output_dir,
@@ -43,7 +49,7 @@ from eagle_train.train.output import (
 from eagle_train.train.prepare import Prepared, choose_device, choose_dtype, prepare
 from eagle_train.train.report import MetricsLog, format_sources, format_validation
 from eagle_train.train.schedule import Schedule, Window, data_digest
-from eagle_train.train.state import RunState, load_state, save_state
+from eagle_train.train.state import RunState, load_state, restore_interrupted_save, save_state
 from eagle_train.train.statistics import batch_counts, peak_memory_gib
 
 
@@ -80,20 +86,25 @@ def train(config: TrainConfig) -> Path:
     Raises InputError for anything that the user can mend, RankError when another rank is gone.
     """
     config.check_sources()
-    ranks = join(choose_device(config.device).type == "cpu", config.rank_timeout)
     try:
-        run = start(config, ranks)
-        run_steps(run)
+        return train_on_ranks(config)
     except RuntimeError as error:
-        if ranks.world_size == 1 or not is_rank_failure(error):
+        if int(os.environ.get("WORLD_SIZE", 1)) == 1 or not is_rank_failure(error):
             raise
         reason = " ".join(str(error).split())[:200]
         raise RankError(
-            f"rank {ranks.rank}: another rank died or stopped answering ({reason}); see its own output, then "
-            "go on with --resume"
+            f"rank {os.environ.get('RANK', 0)}: another rank died or stopped answering ({reason}); see "
+            "its own output, then go on with --resume"
         ) from error
     finally:
         leave()
+
+
+def train_on_ranks(config: TrainConfig) -> Path:
+    ranks = join(choose_device(config.device).type == "cpu", config.rank_timeout)
+    run = start(config, ranks)
+    run_steps(run)
+    ranks.part()
     return run.output_dir
 
 
@@ -158,7 +169,7 @@ def finish(run: Run) -> None:
         | run.state.statistics.overall()
         | {name: run.last_logged.get(name) for name in ("bucket_len", "imbalance", "epoch_seconds")}
         | {"peak_memory_gib": peak_memory_gib(run.prepared.target.device)}
-        | (run.compiled.counts() if run.compiled else {})
+        | compile_counts(run)
     )
     say(run, summary(run.state, run.baseline, run.output_dir, run.config, figures))
     run.log.write("end", run.state.step, {"best_step": run.state.best_step, **figures})
@@ -173,7 +184,9 @@ def say(run: Run, text: str) -> None:
 def start(config: TrainConfig, ranks: Ranks) -> Run:
     """Load everything, and the saved state under --resume. What goes wrong on one rank is raised on all."""
     ranks.together(lambda: check_output_dir(config), first_only=True)
-    config = with_saved_choices(config)
+    saved = ranks.together(lambda: with_saved_choices(config))
+    assert saved is not None
+    config = saved
     if config.num_threads:
         torch.set_num_threads(config.num_threads)
     device = choose_device(config.device) if ranks.device is None else ranks.device
@@ -188,9 +201,11 @@ def start(config: TrainConfig, ranks: Ranks) -> Run:
     output_dir = Path(config.output_dir)
     log = MetricsLog(output_dir / "metrics.jsonl", is_kept=ranks.is_first)
     if config.resume:
+        ranks.together(lambda: restore_interrupted_save(output_dir / "state"), first_only=True)
         loaded = ranks.together(lambda: load_state(output_dir / "state", prepared.head, optimizer))
         assert loaded is not None
         state = loaded
+        ranks.require_agreement({"data": digest, "saved state": f"{state.step} {state.position}"})
         if state.data_digest != digest:
             raise InputError(
                 f"--resume: the data differ from those of {output_dir}; restore them or start anew"
@@ -222,7 +237,7 @@ def start(config: TrainConfig, ranks: Ranks) -> Run:
         log=log,
         baseline={}
         if config.mock_data or not ranks.is_first
-        else bigram_baseline(prepared, config.ttt_steps),
+        else bigram_baseline(prepared.data, prepared.target.vocab_size, config.ttt_steps),
     )
 
 
@@ -236,7 +251,11 @@ def compile_run(run: Run) -> None:
     shapes = run.schedule.shapes(run.state.position, run.state.step, run.num_steps)
     if prepared.data.heldout_samples:
         shapes += validation_shapes(prepared.data.heldout_samples, config, run.schedule.geometry, sizes)
-    if obstacle := why_not_compiled(prepared.target.device, shapes, asked_for=bool(config.torch_compile)):
+    asked_for = bool(config.torch_compile)
+    obstacle = run.ranks.together(
+        lambda: why_not_compiled(prepared.target.device, shapes, asked_for=asked_for)
+    )
+    if obstacle := next(filter(None, run.ranks.gather(obstacle)), None):
         run.schedule.supervised_sizes = ()
         say(run, f"torch.compile is off: {obstacle}")
         return
@@ -250,6 +269,8 @@ def compile_run(run: Run) -> None:
         shapes,
         config.granularity,
         progress=run.ranks.is_first,
+        # Ranks whose caches differ wait for each other shape by shape, each wait within --rank_timeout.
+        after_shape=lambda: run.ranks.sum([0.0]),
     )
     say(run, describe_compiled(run.compiled))
     run.log.write("compiled", run.state.step, {**run.compiled.counts(), "seconds": run.compiled.warm_seconds})
@@ -340,7 +361,7 @@ def log_training(run: Run, pending: list[tuple[list[UnrolledSums], Window]], bar
         **rates,
         "peak_memory_gib": peak_memory_gib(run.prepared.target.device),
         "empty_steps": run.state.empty_steps,
-        **(run.compiled.counts() if run.compiled else {}),
+        **compile_counts(run),
     }
     run.last_logged = values
     run.log.write("train", run.state.step, values)
@@ -351,6 +372,14 @@ def log_training(run: Run, pending: list[tuple[list[UnrolledSums], Window]], bar
         if loss is not None and length is not None
         else "no supervised row"
     )
+
+
+def compile_counts(run: Run) -> dict[str, int]:
+    """What Dynamo did, over all ranks; nothing where nothing is compiled."""
+    if run.compiled is None:
+        return {}
+    counts = run.compiled.counts()
+    return dict(zip(counts, map(round, run.ranks.sum(list(counts.values()))), strict=True))
 
 
 def counts_over_ranks(run: Run, batches: list[PackedBatch]) -> dict[str, int]:
@@ -415,20 +444,19 @@ def keep_head(run: Run) -> None:
 def save(run: Run) -> None:
     """Write the state that --resume goes on from."""
     run.state.plan_digest = run.schedule.digest(run.state.position)
-    if run.ranks.is_first:
-        save_state(run.output_dir / "state", run.state, run.prepared.head, run.optimizer)
+
+    def write() -> None:
+        try:
+            save_state(run.output_dir / "state", run.state, run.prepared.head, run.optimizer)
+        except OSError as error:
+            raise InputError(
+                f"{run.output_dir / 'state'} cannot be written ({error.strerror}); free some space"
+            ) from error
+
+    # All ranks wait for it: a launcher kills the first one as soon as another ends.
+    run.ranks.together(write, first_only=True)
 
 
 def is_due(run: Run, every: int) -> bool:
     """Every so many steps, and at the end."""
     return run.state.step % every == 0 or run.state.step == run.num_steps
-
-
-def bigram_baseline(prepared: Prepared, ttt_steps: int) -> dict[str, float | None]:
-    """Acceptance length of a bigram drafter, counted on the training answers, over the held-out ones."""
-    train_documents = [(s.input_ids, s.answer_remaining) for s in prepared.data.train_samples]
-    heldout_documents = [(s.input_ids, s.answer_remaining) for s in prepared.data.heldout_samples]
-    table = fit_bigram(train_documents, prepared.target.vocab_size)
-    return {
-        str(n): bigram_walk(table, heldout_documents, n).acceptance_length for n in walk_lengths(ttt_steps)
-    }

@@ -71,14 +71,18 @@ def save_state(directory: Path, state: RunState, head: nn.Module, optimizer: tor
     shutil.rmtree(old, ignore_errors=True)
 
 
+def restore_interrupted_save(directory: Path) -> None:
+    """Put the old state back where a save ended between its two renames."""
+    old = directory.with_name(directory.name + ".old")
+    if not directory.exists() and old.exists():
+        old.rename(directory)
+
+
 def load_state(directory: Path, head: nn.Module, optimizer: torch.optim.Optimizer) -> RunState:
     """Fill head and optimizer, and return where the run stood.
 
     Raises InputError when there is no state or it belongs to a head of other sizes.
     """
-    old = directory.with_name(directory.name + ".old")
-    if not directory.exists() and old.exists():
-        old.rename(directory)  # a save was interrupted between its two renames
     if not (directory / "state.json").is_file():
         raise InputError(f"--resume: {directory} holds no saved state; start anew with --overwrite")
     try:
