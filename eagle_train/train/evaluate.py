@@ -78,6 +78,18 @@ def micro_batch_sums(
         )
 
 
+def supervised_counts(window: list[PackedBatch], ttt_steps: int) -> list[int]:
+    """N_k over the whole window, from masks alone, before any forward."""
+    return [
+        sum(counts) for counts in zip(*(batch.supervised_counts(ttt_steps) for batch in window), strict=True)
+    ]
+
+
+def step_weights(counts_K: Sequence[float], step_decay: float) -> torch.Tensor:
+    """decay^k / N_k, `[K]` float32; zero where no row is supervised."""
+    return torch.tensor([step_decay**k / count if count else 0.0 for k, count in enumerate(counts_K)])
+
+
 def evaluate(
     head: Eagle3DraftHead,
     target: Target,

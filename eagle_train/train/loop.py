@@ -2,13 +2,13 @@
 
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from tqdm import tqdm
 
 from eagle_train.batch import PackedBatch
@@ -33,6 +33,8 @@ from eagle_train.train.evaluate import (
     bigram_baseline,
     evaluate,
     micro_batch_sums,
+    step_weights,
+    supervised_counts,
     validation_shapes,
     walk_lengths,
 )
@@ -306,18 +308,6 @@ def train_step(run: Run, window: list[PackedBatch]) -> list[UnrolledSums]:
     run.optimizer.step()
     run.optimizer.zero_grad(set_to_none=True)
     return sums
-
-
-def supervised_counts(window: list[PackedBatch], ttt_steps: int) -> list[int]:
-    """N_k over the whole window, from masks alone, before any forward."""
-    return [
-        sum(counts) for counts in zip(*(batch.supervised_counts(ttt_steps) for batch in window), strict=True)
-    ]
-
-
-def step_weights(counts_K: Sequence[float], step_decay: float) -> Tensor:
-    """decay^k / N_k, `[K]` float32; zero where no row is supervised."""
-    return torch.tensor([step_decay**k / count if count else 0.0 for k, count in enumerate(counts_K)])
 
 
 def stop_if_not_finite(run: Run, value: float, window: list[PackedBatch]) -> None:
