@@ -2,7 +2,6 @@
 
 import os
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -120,6 +119,8 @@ def run_steps(run: Run) -> None:
         validate(run)
         save(run)
     pending: list[tuple[list[UnrolledSums], Window]] = []
+    left, samples = run.num_steps - run.state.step, run.prepared.data.train_samples
+    windows = run.schedule.windows(samples, run.ranks.rank, run.state.position, left)
     with tqdm(
         total=run.num_steps,
         initial=run.state.step,
@@ -129,7 +130,7 @@ def run_steps(run: Run) -> None:
         disable=not run.ranks.is_first,
     ) as bar:
         waited_from = time.perf_counter()
-        for window in remaining_windows(run):
+        for window in windows:
             arrived = time.perf_counter()
             graphs = graphs_so_far()
             pending.append((train_step(run, window.batches), window))
@@ -157,11 +158,6 @@ def run_steps(run: Run) -> None:
                 save(run)
             waited_from = time.perf_counter()
     finish(run)
-
-
-def remaining_windows(run: Run) -> Iterator[Window]:
-    left = run.num_steps - run.state.step
-    return run.schedule.windows(run.prepared.data.train_samples, run.ranks.rank, run.state.position, left)
 
 
 def finish(run: Run) -> None:
