@@ -27,7 +27,7 @@ from eagle_train.train.evaluate import evaluate, micro_batch_sums
 from tests.commands import read_events, run
 from tests.tiny import tiny_target
 
-GRANULARITY, ROW = 64, 192
+GRANULARITY, ROW = 64, 128
 H, V, V_D = 64, 160, 96
 SHAPES = [Shape(1, t, r) for t in range(64, ROW + 1, 64) for r in range(64, t + 1, 64)]
 
@@ -85,12 +85,17 @@ def compiled_head(target: MockTarget) -> tuple[Eagle3DraftHead, Compiled]:
     return head, compiled
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+SLOW = pytest.mark.skipif(
+    not os.environ.get("EAGLE_TRAIN_SLOW_TESTS"),
+    reason="compiles for half a minute; EAGLE_TRAIN_SLOW_TESTS=1 runs it",
+)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=SLOW)])
 def test_compiled_equals_eager_in_sums_and_gradients(dtype: torch.dtype) -> None:
     target = MockTarget(H, 8, V, dtype=dtype, device=torch.device("cpu"))
-    plain = new_head(target)
-    head, compiled = compiled_head(target)
-    head.load_state_dict(plain.state_dict())
+    plain, head = new_head(target), new_head(target)
+    compiled = compile_objective(head, len(SHAPES))
     rng = np.random.default_rng(0)
     tolerance = {"rtol": 1e-4, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 5e-2, "atol": 3e-2}
     for _ in range(3):
@@ -121,7 +126,7 @@ def test_u22_two_hundred_ragged_batches_need_no_graph_beyond_the_warm_up(target:
             micro_batch_sums(head, target, batch, weights, compiled.chunks).loss.backward()
         else:
             micro_batch_sums(head, target, batch, weights, compiled.chunks, differentiable=False)
-    assert len(documents) > 15
+    assert len(documents) > 8
     assert compiled.counts() == {
         "graphs_compiled": warm, "recompiles_after_warmup": 0, "eager_fallbacks": 0
     }  # fmt: skip
