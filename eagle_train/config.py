@@ -219,6 +219,8 @@ class TrainConfig:
             )
         self._check_batches()
         self._check_mock()
+        if self.compile_target and self.torch_compile is False:
+            raise InputError("--compile_target does nothing with --torch_compile false; drop one")
         if self.resume and self.overwrite:
             raise InputError("--resume and --overwrite exclude each other; drop one")
         if self.eval_data and not self.data:
@@ -250,8 +252,6 @@ class TrainConfig:
             raise InputError(f"{' and '.join(named)} all say how large the global batch is; keep one")
 
     def _check_mock(self) -> None:
-        if self.compile_target and self.torch_compile is False:
-            raise InputError("--compile_target does nothing with --torch_compile false; drop one")
         named = [f"--{name}" for name in MOCK_OPTIONS if getattr(self, name) is not None]
         if named and not self.mock_data:
             raise InputError(f"{named[0]} is named without --mock_data; add it, or drop {named[0]}")

@@ -11,7 +11,6 @@ import argparse
 import json
 import statistics
 import time
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -19,17 +18,11 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from eagle_train.data.packing import Ints, Plan, plan_multipack
-from eagle_train.data.packing_baselines import plan_multipack_v1, plan_multipack_v2, plan_next_fit
+from eagle_train.data.packing import Ints
 from eagle_train.data.plan_figures import PlanFigures, plan_figures
 from eagle_train.train.report import format_table
+from eagle_train.train.schedule import ROW_PLANNERS
 
-PLANNERS: dict[str, Callable[..., Plan]] = {
-    "multipack": plan_multipack,
-    "multipack_v1": plan_multipack_v1,
-    "multipack_v2": plan_multipack_v2,
-    "next_fit": plan_next_fit,
-}
 # Clipped lognormals (median, sigma, longest, samples), in tokens, and the capacity of a rank. A: short chats,
 # mean 591, 0.5 % at the longest; B: mean 1,282, 5 % at the longest; C: long tail, mean 1,755, p99 16.9k.
 SETS = {
@@ -92,7 +85,7 @@ def compare(granularity: int) -> dict[str, Any]:
         results[name] = {"lengths": facts, "capacity": capacity, "plans": {}}
         for world_size in WORLD_SIZES:
             rows, plans = [], results[name]["plans"].setdefault(world_size, {})
-            for planner, make in tqdm(PLANNERS.items(), f"{name}, {world_size} ranks", leave=False):
+            for planner, make in tqdm(ROW_PLANNERS.items(), f"{name}, {world_size} ranks", leave=False):
                 plan = make(lengths, capacity, world_size=world_size, granularity=granularity, seed=SEED)
                 figures = plan_figures(plan, lengths)
                 plans[planner] = asdict(figures)
@@ -106,9 +99,11 @@ def measure_times(count: int, granularity: int, repeats: int) -> dict[str, dict[
     """CPU-seconds to plan `count` lengths of set B for all ranks, per planner and world size."""
     (median, sigma, longest, _), capacity = SETS["B"]
     lengths = clipped_lognormal(median, sigma, longest, count)
-    times: dict[str, dict[int, float]] = {planner: {} for planner in PLANNERS}
-    with tqdm(total=len(PLANNERS) * len(TIMED_WORLD_SIZES) * repeats, desc="times", leave=False) as progress:
-        for planner, make in PLANNERS.items():
+    times: dict[str, dict[int, float]] = {planner: {} for planner in ROW_PLANNERS}
+    with tqdm(
+        total=len(ROW_PLANNERS) * len(TIMED_WORLD_SIZES) * repeats, desc="times", leave=False
+    ) as progress:
+        for planner, make in ROW_PLANNERS.items():
             for world_size in TIMED_WORLD_SIZES:
                 runs = []
                 for _ in range(repeats):

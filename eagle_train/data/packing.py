@@ -10,7 +10,6 @@ to steps, so that the ranks of a step carry equal cost. Nothing is dropped or re
 
 import hashlib
 from bisect import bisect_left, insort
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heapreplace
@@ -20,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 Ints = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
 
 WINDOW_STEPS = 16  # steps planned at once; more balances better and starts later
 WINDOW_PACKS = 512  # but never fewer packs than this: on few ranks 16 steps have too little to choose from
@@ -56,6 +56,13 @@ class Plan:
         place = step * self.world_size + rank
         return self.samples[self.offsets[place] : self.offsets[place + 1]].tolist()
 
+    def sum_by_pack(self, values: Ints | Floats) -> Floats:
+        """A value of each planned sample, in plan order, summed to float64 `[num_steps, world_size]`."""
+        num_packs = len(self.offsets) - 1
+        pack_of = np.repeat(np.arange(num_packs), np.diff(self.offsets))
+        sums = np.bincount(pack_of, weights=values, minlength=num_packs)
+        return sums.astype(np.float64).reshape(-1, self.world_size)
+
     def digest(self) -> str:
         """Equal plans have equal digests, on every machine and numpy version."""
         digest = hashlib.sha256(str(self.world_size).encode())
@@ -79,7 +86,7 @@ def plan_multipack(
     The last steps of an epoch may be less full, and its very last may hold empty packs.
     """
     lengths = np.asarray(lengths, dtype=np.int64)
-    _check_fits(lengths, capacity)
+    check_fits(lengths, capacity)
     order = shuffled(len(lengths), seed, epoch)
     window_steps = max(WINDOW_STEPS, -(-WINDOW_PACKS // world_size))
     ends = np.cumsum(lengths[order])
@@ -177,10 +184,8 @@ def supervised_counts(plan: Plan, supervised_rows: Ints) -> Ints:
 
     supervised_rows: of each sample.
     """
-    counts = np.diff(plan.offsets)
-    per_pack = np.zeros(len(counts), dtype=np.int64)
-    np.add.at(per_pack, np.repeat(np.arange(len(counts)), counts), supervised_rows[plan.samples])
-    return per_pack.reshape(-1, plan.world_size).max(axis=1, initial=1)
+    per_rank = plan.sum_by_pack(supervised_rows[plan.samples])
+    return per_rank.max(axis=1, initial=1).astype(np.int64)
 
 
 def choose_sizes(counts: Ints, num_sizes: int = 3, multiple: int = 64) -> list[int]:
@@ -221,19 +226,17 @@ def supervised_buckets(
 
 def plan_shapes(
     plan: Plan, supervised_rows: Ints, sizes: Sequence[int], *, padding_free: bool = True
-) -> Counter[Shape]:
-    """How often each shape occurs in a plan, a rank's batches counted one by one."""
+) -> set[Shape]:
+    """The shapes of all ranks' batches in a plan."""
     supervised = supervised_buckets(plan, supervised_rows, sizes, padding_free=padding_free)
     pack_sizes = np.diff(plan.offsets).reshape(-1, plan.world_size)
-    shapes: Counter[Shape] = Counter()
-    for step, (bucket_len, supervised_len) in enumerate(zip(plan.bucket_lens, supervised, strict=True)):
-        for size in pack_sizes[step]:
-            num_rows = 1 if padding_free else max(int(size), 1)
-            shapes[Shape(num_rows, int(bucket_len), int(supervised_len))] += 1
-    return shapes
+    num_rows = np.ones_like(pack_sizes) if padding_free else np.maximum(pack_sizes, 1)
+    of_steps = np.stack([plan.bucket_lens, supervised], axis=1).repeat(plan.world_size, axis=0)
+    distinct = np.unique(np.concatenate([num_rows.reshape(-1, 1), of_steps], axis=1), axis=0)
+    return {Shape(*shape) for shape in distinct.tolist()}
 
 
-def cost(lengths: Ints) -> npt.NDArray[np.float64]:
+def cost(lengths: Ints) -> Floats:
     """Modelled cost of documents, in tokens: linear for the products, quadratic for attention."""
     return lengths + lengths.astype(np.float64) ** 2 / BALANCE_LENGTH
 
@@ -258,7 +261,8 @@ def _mix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     return x ^ (x >> np.uint64(31))
 
 
-def _check_fits(lengths: Ints, capacity: int) -> None:
+def check_fits(lengths: Ints, capacity: int) -> None:
+    """Lengths above the capacity or below one token are the caller's to cut or leave out."""
     over = np.flatnonzero(lengths > capacity)
     assert not len(over), f"sample {over[0]} has {lengths[over[0]]} tokens, capacity is {capacity}"
     assert len(lengths) == 0 or lengths.min() > 0, "a sample has no token"

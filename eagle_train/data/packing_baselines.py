@@ -13,7 +13,7 @@ from heapq import heapreplace
 
 import numpy as np
 
-from eagle_train.data.packing import Ints, Plan, assemble, shuffled
+from eagle_train.data.packing import Ints, Plan, assemble, check_fits, shuffled
 
 # (lengths longest first, number of packs, capacity) -> pack of each sample, or None where they do not fit
 Placement = Callable[[list[int], int, int], list[int] | None]
@@ -32,10 +32,7 @@ def plan_multipack_v1(
 
     capacity, granularity: tokens. Drops the last group if some rank gets nothing of it.
     """
-    lengths = np.asarray(lengths, dtype=np.int64)
-    order = _checked_order(lengths, capacity, seed, epoch)
-    samples, counts = _plan_by_search(order, lengths, capacity, world_size, first_fit)
-    return assemble(samples, counts, lengths, world_size=world_size, granularity=granularity)
+    return _plan_by_search(lengths, capacity, world_size, granularity, seed, epoch, first_fit)
 
 
 def plan_multipack_v2(
@@ -51,10 +48,7 @@ def plan_multipack_v2(
 
     capacity, granularity: tokens. Drops the last samples if they are fewer than the ranks.
     """
-    lengths = np.asarray(lengths, dtype=np.int64)
-    order = _checked_order(lengths, capacity, seed, epoch)
-    samples, counts = _plan_by_search(order, lengths, capacity, world_size, least_loaded)
-    return assemble(samples, counts, lengths, world_size=world_size, granularity=granularity)
+    return _plan_by_search(lengths, capacity, world_size, granularity, seed, epoch, least_loaded)
 
 
 def plan_next_fit(
@@ -71,7 +65,8 @@ def plan_next_fit(
     capacity, granularity: tokens. Nothing is dropped; the last step may hold empty packs.
     """
     lengths = np.asarray(lengths, dtype=np.int64)
-    order = _checked_order(lengths, capacity, seed, epoch)
+    check_fits(lengths, capacity)
+    order = shuffled(len(lengths), seed, epoch)
     counts: list[int] = []
     room = 0
     for length in lengths[order].tolist():
@@ -115,16 +110,19 @@ def least_loaded(longest_first: list[int], num_packs: int, capacity: int) -> lis
     return places
 
 
-def _checked_order(lengths: Ints, capacity: int, seed: int, epoch: int) -> Ints:
-    longest = lengths.max(initial=0)
-    assert longest <= capacity, f"a sample has {longest} tokens, capacity is {capacity}"
-    return shuffled(len(lengths), seed, epoch)
-
-
 def _plan_by_search(
-    order: Ints, lengths: Ints, capacity: int, world_size: int, place: Placement
-) -> tuple[Ints, list[int]]:
-    """Samples in plan order and the size of each pack. Ends at the first group that leaves a rank empty."""
+    lengths: Sequence[int] | Ints,
+    capacity: int,
+    world_size: int,
+    granularity: int,
+    seed: int,
+    epoch: int,
+    place: Placement,
+) -> Plan:
+    """Group by group, each a step; ends at the first group that leaves a rank empty."""
+    lengths = np.asarray(lengths, dtype=np.int64)
+    check_fits(lengths, capacity)
+    order = shuffled(len(lengths), seed, epoch)
     in_order, ends = lengths[order].tolist(), np.cumsum(lengths[order])
     samples: list[Ints] = [np.zeros(0, dtype=np.int64)]
     counts: list[int] = []
@@ -142,7 +140,8 @@ def _plan_by_search(
         counts += sizes.tolist()
         start += num_taken
         taken_tokens = int(ends[start - 1])
-    return np.concatenate(samples), counts
+    placed = np.concatenate(samples)
+    return assemble(placed, counts, lengths, world_size=world_size, granularity=granularity)
 
 
 def _most_that_fit(in_order: list[int], num_packs: int, capacity: int, place: Placement) -> int:

@@ -5,11 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
-from eagle_train.data.packing import Ints, Plan, cost
-
-Floats = npt.NDArray[np.float64]
+from eagle_train.data.packing import Floats, Ints, Plan, cost
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +43,7 @@ def plan_figures(plan: Plan, lengths: Sequence[int] | Ints, *, padding_free: boo
     sizes = np.diff(plan.offsets).reshape(-1, plan.world_size)
     rows = np.ones_like(sizes) if padding_free else np.maximum(sizes, 1)
     documents = lengths[plan.samples]
-    tokens, costs = _sum_by_pack(plan, documents), _sum_by_pack(plan, cost(documents))
+    tokens, costs = plan.sum_by_pack(documents), plan.sum_by_pack(cost(documents))
     row_lens = plan.bucket_lens[:, None]
     busy = costs + row_lens - tokens if padding_free else rows * cost(row_lens)
     slots = int((rows * row_lens).sum())
@@ -68,16 +65,8 @@ def plan_figures(plan: Plan, lengths: Sequence[int] | Ints, *, padding_free: boo
 
 def step_imbalance(plan: Plan, lengths: Sequence[int] | Ints) -> Floats:
     """Real tokens of each step's heaviest rank / of its mean rank, float64 `[num_steps]`."""
-    tokens = _sum_by_pack(plan, np.asarray(lengths, dtype=np.int64)[plan.samples])
+    tokens = plan.sum_by_pack(np.asarray(lengths, dtype=np.int64)[plan.samples])
     return tokens.max(axis=1) / tokens.mean(axis=1)
-
-
-def _sum_by_pack(plan: Plan, values: Ints | Floats) -> Floats:
-    """Values of the planned samples, in plan order, summed to `[num_steps, world_size]`."""
-    num_packs = len(plan.offsets) - 1
-    pack_of = np.repeat(np.arange(num_packs), np.diff(plan.offsets))
-    sums = np.bincount(pack_of, weights=values, minlength=num_packs)
-    return sums.astype(np.float64).reshape(-1, plan.world_size)
 
 
 def _imbalance(loads: Floats) -> float:

@@ -11,6 +11,7 @@ training-time-test step k exactly when `answer_remaining[t] >= k + 2`:
     supervised at k=1        x  x
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -58,6 +59,11 @@ def spans_from_mask(loss_mask: npt.ArrayLike) -> list[tuple[int, int]]:
     padded = np.concatenate([[0], np.asarray(loss_mask, dtype=np.int8), [0]])
     edges = np.flatnonzero(np.diff(padded))
     return [(int(start), int(stop)) for start, stop in zip(edges[::2], edges[1::2], strict=True)]
+
+
+def supervised_rows(samples: Sequence[Sample]) -> npt.NDArray[np.int64]:
+    """Rows supervised at TTT step 0 of each sample, int64 `[N]`."""
+    return np.array([sample.num_supervised_rows for sample in samples], dtype=np.int64)
 
 
 def truncate(sample: Sample, max_tokens: int) -> Sample:

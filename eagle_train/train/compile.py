@@ -1,10 +1,10 @@
 """torch.compile around the draft head and the vocabulary work, with every shape known before step 1.
 
 What is compiled: a draft step's two halves around attention (`project`, `finish`), `fuse`, and the chunk
-functions of the loss. The halves see as many rows as a row's bucket or the supervised rows' bucket, both
-multiples of the bucket granularity; the chunk functions see one shape. Attention stays outside: the number
-of documents, the longest document and the TTT step never enter a graph. So there are two graphs for each
-bucket in use and one more for each row length, whatever K is.
+functions of the loss. The halves see as many rows as a row's bucket has, or as the size to which its
+supervised rows are rounded up; the chunk functions see one shape. Attention stays outside: the number of
+documents, the longest document and the TTT step never enter a graph. So there are two graphs for each length
+in use and one more for each row length, whatever K is.
 
 Every compiled function is a full graph, so nothing falls back to eager without an error; `Compiled.counts`
 reads Dynamo's own counters.

@@ -1,10 +1,8 @@
 """Validation: loss and acceptance over a whole held-out split, as sums that are divided once."""
 
-from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 from tqdm import tqdm
@@ -14,7 +12,6 @@ from eagle_train.config import TrainConfig
 from eagle_train.data.collator import BucketingCollator
 from eagle_train.data.loader import PlannedBatches, planned_loader
 from eagle_train.data.packing import (
-    Ints,
     Plan,
     Shape,
     plan_batches,
@@ -22,7 +19,7 @@ from eagle_train.data.packing import (
     plan_shapes,
     supervised_buckets,
 )
-from eagle_train.data.samples import Sample
+from eagle_train.data.samples import Sample, supervised_rows
 from eagle_train.errors import InputError
 from eagle_train.model.eagle3 import Eagle3DraftHead
 from eagle_train.model.target import Target
@@ -147,17 +144,12 @@ def evaluate(
     return totals.from_list(ranks.sum(totals.as_list())).metrics(step_decay)
 
 
-def supervised_rows(samples: Sequence[Sample]) -> Ints:
-    """Rows supervised at TTT step 0 of each sample, int64 `[N]`."""
-    return np.array([sample.num_supervised_rows for sample in samples], dtype=np.int64)
-
-
 def validation_shapes(
     samples: Sequence[Sample],
     config: TrainConfig,
     geometry: Geometry,
     supervised_sizes: Sequence[int],
-) -> Counter[Shape]:
+) -> set[Shape]:
     """The shapes of a run's validations, for the compiler."""
     plan = validation_plan(
         samples,

@@ -136,7 +136,7 @@ def run_steps(run: Run) -> None:
             pending.append((train_step(run, window.batches), window))
             run.state.position = window.position
             run.state.statistics.add(
-                counts_over_ranks(run, window.batches),
+                over_ranks(run, batch_counts(window.batches)),
                 seconds=time.perf_counter() - waited_from,
                 data_seconds=arrived - waited_from,
                 alpha=config.ema_alpha,
@@ -248,7 +248,7 @@ def compile_run(run: Run) -> None:
     sizes = run.schedule.supervised_sizes
     shapes = run.schedule.shapes(run.state.position, run.state.step, run.num_steps)
     if prepared.data.heldout_samples:
-        shapes += validation_shapes(prepared.data.heldout_samples, config, run.schedule.geometry, sizes)
+        shapes |= validation_shapes(prepared.data.heldout_samples, config, run.schedule.geometry, sizes)
     asked_for = bool(config.torch_compile)
     obstacle = run.ranks.together(
         lambda: why_not_compiled(prepared.target.device, shapes, asked_for=asked_for)
@@ -332,7 +332,7 @@ def log_training(run: Run, pending: list[tuple[list[UnrolledSums], Window]], bar
         for batch_sums, batch in zip(sums, window.batches, strict=bool(sums)):
             totals.add(batch_sums, batch.answer_remaining.numpy())
     totals = totals.from_list(run.ranks.sum(totals.as_list()))
-    counts = counts_over_ranks(run, [batch for _, window in pending for batch in window.batches])
+    counts = over_ranks(run, batch_counts([batch for _, window in pending for batch in window.batches]))
     last, statistics = pending[-1][1], run.state.statistics
     rates = statistics.rates(last.steps_per_epoch)
     values = totals.metrics(run.config.step_decay) | {
@@ -360,17 +360,14 @@ def log_training(run: Run, pending: list[tuple[list[UnrolledSums], Window]], bar
     )
 
 
+def over_ranks(run: Run, counts: dict[str, int]) -> dict[str, int]:
+    """Counts of this rank, summed over all."""
+    return dict(zip(counts, map(round, run.ranks.sum(list(counts.values()))), strict=True))
+
+
 def compile_counts(run: Run) -> dict[str, int]:
     """What Dynamo did, over all ranks; nothing where nothing is compiled."""
-    if run.compiled is None:
-        return {}
-    counts = run.compiled.counts()
-    return dict(zip(counts, map(round, run.ranks.sum(list(counts.values()))), strict=True))
-
-
-def counts_over_ranks(run: Run, batches: list[PackedBatch]) -> dict[str, int]:
-    counts = batch_counts(batches)
-    return dict(zip(counts, map(round, run.ranks.sum(list(counts.values()))), strict=True))
+    return over_ranks(run, run.compiled.counts()) if run.compiled else {}
 
 
 def validate(run: Run) -> None:

@@ -3,7 +3,6 @@ that every rank makes it alone and resuming reads no data.
 """
 
 import hashlib
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -250,13 +249,13 @@ class Schedule:
             plan, self.supervised_rows, self.supervised_sizes, padding_free=self.config.padding_free
         )
 
-    def shapes(self, position: Position, step: int, num_steps: int) -> Counter[Shape]:
+    def shapes(self, position: Position, step: int, num_steps: int) -> set[Shape]:
         """Shapes of all batches that are still to come, for the compiler."""
         earlier, done = self._open(position)
-        epoch, shapes = position.epoch, Counter[Shape]()
+        epoch, shapes = position.epoch, set[Shape]()
         while step < num_steps:
             plan = self.plan(epoch, earlier)
-            shapes += plan_shapes(
+            shapes |= plan_shapes(
                 plan,
                 self.supervised_rows,
                 self.supervised_sizes,

@@ -13,7 +13,7 @@ from eagle_train.data.conversations import Conversation, read_rows
 from eagle_train.data.loading import DataReport, load_samples
 from eagle_train.data.mock import MockSamples, mock_lengths
 from eagle_train.data.packing import Ints
-from eagle_train.data.samples import Sample, truncate
+from eagle_train.data.samples import Sample, supervised_rows, truncate
 from eagle_train.errors import InputError
 
 DEMO = Path(__file__).parents[1] / "demo"  # the bundled target and its conversations
@@ -82,8 +82,7 @@ def prepare_data(
     else:
         train, heldout = split_off(train, config.eval_fraction, config.seed, config.max_eval_samples)
     lengths = np.array([len(sample) for sample in train], dtype=np.int64)
-    supervised = np.array([sample.num_supervised_rows for sample in train], dtype=np.int64)
-    return PreparedData(train, lengths, supervised, heldout, train_report, heldout_report)
+    return PreparedData(train, lengths, supervised_rows(train), heldout, train_report, heldout_report)
 
 
 def _mock_data(config: TrainConfig, vocab_size: int, limit: int) -> PreparedData:
