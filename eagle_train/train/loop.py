@@ -2,30 +2,20 @@
 
 import os
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import nn
 from tqdm import tqdm
 
 from eagle_train.batch import PackedBatch
 from eagle_train.config import TrainConfig
 from eagle_train.errors import InputError, RankError
 from eagle_train.model.checkpoint import save_draft_head
-from eagle_train.objective.acceptance import AcceptanceTotals
-from eagle_train.objective.losses import PLAIN_CHUNKS, ChunkFunctions
 from eagle_train.objective.unroll import UnrolledSums
 from eagle_train.train.compile import (
-    Compiled,
-    compile_objective,
-    compile_target,
-    describe_compiled,
     graphs_so_far,
     shape_of,
-    warm_up,
-    why_not_compiled,
 )
 from eagle_train.train.distributed import Ranks, data_parallel, is_rank_failure, join, leave, without_sync
 from eagle_train.train.evaluate import (
@@ -34,8 +24,6 @@ from eagle_train.train.evaluate import (
     micro_batch_sums,
     step_weights,
     supervised_counts,
-    validation_shapes,
-    walk_lengths,
 )
 from eagle_train.train.optim import learning_rate_factor, make_optimizer, peak_learning_rate
 from eagle_train.train.output import (
@@ -44,40 +32,14 @@ from eagle_train.train.output import (
     header,
     report_values,
     resolved,
-    summary,
     with_saved_choices,
 )
-from eagle_train.train.prepare import Prepared, choose_device, choose_dtype, prepare
+from eagle_train.train.prepare import choose_device, choose_dtype, prepare
 from eagle_train.train.report import MetricsLog, format_sources, format_validation
+from eagle_train.train.run import Run, compile_run, finish, log_training, over_ranks, say
 from eagle_train.train.schedule import Schedule, Window, data_digest
 from eagle_train.train.state import RunState, load_state, restore_interrupted_save, save_state
-from eagle_train.train.statistics import batch_counts, peak_memory_gib
-
-
-@dataclass(slots=True)
-class Run:
-    """One run's moving parts. module: the head's loss, averaged over ranks in its backward; baseline: the
-    bigram drafter's acceptance length at each n, as text keys.
-    """
-
-    config: TrainConfig
-    prepared: Prepared
-    schedule: Schedule
-    ranks: Ranks
-    module: nn.Module
-    optimizer: torch.optim.AdamW
-    learning_rate: float
-    num_steps: int
-    output_dir: Path
-    state: RunState
-    log: MetricsLog
-    baseline: dict[str, float | None]
-    compiled: Compiled | None = None
-    last_logged: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def chunks(self) -> ChunkFunctions:
-        return self.compiled.chunks if self.compiled else PLAIN_CHUNKS
+from eagle_train.train.statistics import batch_counts
 
 
 def train(config: TrainConfig) -> Path:
@@ -160,25 +122,6 @@ def run_steps(run: Run) -> None:
     finish(run)
 
 
-def finish(run: Run) -> None:
-    """The summary, on screen and in metrics.jsonl."""
-    figures = (
-        run.state.statistics.totals
-        | run.state.statistics.overall()
-        | {name: run.last_logged.get(name) for name in ("bucket_len", "imbalance", "epoch_seconds")}
-        | {"peak_memory_gib": peak_memory_gib(run.prepared.target.device)}
-        | compile_counts(run)
-    )
-    say(run, summary(run.state, run.baseline, run.output_dir, run.config, figures))
-    run.log.write("end", run.state.step, {"best_step": run.state.best_step, **figures})
-
-
-def say(run: Run, text: str) -> None:
-    """Print on the first rank, above any progress bar."""
-    if run.ranks.is_first and text:
-        tqdm.write(text)
-
-
 def start(config: TrainConfig, ranks: Ranks) -> Run:
     """Load everything, and the saved state under --resume. What goes wrong on one rank is raised on all."""
     ranks.together(lambda: check_output_dir(config), first_only=True)
@@ -239,41 +182,6 @@ def start(config: TrainConfig, ranks: Ranks) -> Run:
     )
 
 
-def compile_run(run: Run) -> None:
-    """Compile for every shape that training and validation will meet, or say why not."""
-    config, prepared = run.config, run.prepared
-    if config.torch_compile is False:
-        return
-    run.schedule.choose_supervised_sizes()
-    sizes = run.schedule.supervised_sizes
-    shapes = run.schedule.shapes(run.state.position, run.state.step, run.num_steps)
-    if prepared.data.heldout_samples:
-        shapes |= validation_shapes(prepared.data.heldout_samples, config, run.schedule.geometry, sizes)
-    asked_for = bool(config.torch_compile)
-    obstacle = run.ranks.together(
-        lambda: why_not_compiled(prepared.target.device, shapes, asked_for=asked_for)
-    )
-    if obstacle := next(filter(None, run.ranks.gather(obstacle)), None):
-        run.schedule.supervised_sizes = ()
-        say(run, f"torch.compile is off: {obstacle}")
-        return
-    if config.compile_target:
-        compile_target(prepared.target)
-    run.compiled = compile_objective(prepared.head, len(shapes))
-    warm_up(
-        run.compiled,
-        prepared.head,
-        prepared.target,
-        shapes,
-        config.granularity,
-        progress=run.ranks.is_first,
-        # Ranks whose caches differ wait for each other shape by shape, each wait within --rank_timeout.
-        after_shape=lambda: run.ranks.sum([0.0]),
-    )
-    say(run, describe_compiled(run.compiled))
-    run.log.write("compiled", run.state.step, {**run.compiled.counts(), "seconds": run.compiled.warm_seconds})
-
-
 def train_step(run: Run, window: list[PackedBatch]) -> list[UnrolledSums]:
     """One optimizer step over a window of micro-batches, normalised by the supervised rows of all ranks'
     windows.
@@ -322,52 +230,6 @@ def stop_if_not_finite(run: Run, value: float, window: list[PackedBatch]) -> Non
         f"{run.state.step} is saved in {run.output_dir / 'state'}. Look at these samples, or resume with "
         "a lower --learning_rate or --dtype float32"
     )
-
-
-def log_training(run: Run, pending: list[tuple[list[UnrolledSums], Window]], bar: "tqdm[Any]") -> None:
-    """Figures of the steps since the last log line, on the bar and in metrics.jsonl."""
-    ttt_steps = run.config.ttt_steps
-    totals = AcceptanceTotals(ttt_steps, walk_lengths(ttt_steps))
-    for sums, window in pending:
-        for batch_sums, batch in zip(sums, window.batches, strict=bool(sums)):
-            totals.add(batch_sums, batch.answer_remaining.numpy())
-    totals = totals.from_list(run.ranks.sum(totals.as_list()))
-    counts = over_ranks(run, batch_counts([batch for _, window in pending for batch in window.batches]))
-    last, statistics = pending[-1][1], run.state.statistics
-    rates = statistics.rates(last.steps_per_epoch)
-    values = totals.metrics(run.config.step_decay) | {
-        "learning_rate": run.optimizer.param_groups[0]["lr"],
-        "epoch": last.position.epoch,
-        "total_tokens": statistics.totals["tokens"],
-        "steps": len(pending),
-        **counts,
-        "fill": counts["tokens"] / counts["slots"],
-        "bucket_len": last.batches[-1].bucket_len,
-        "imbalance": sum(window.imbalance for _, window in pending) / len(pending),
-        **rates,
-        "peak_memory_gib": peak_memory_gib(run.prepared.target.device),
-        "empty_steps": run.state.empty_steps,
-        **compile_counts(run),
-    }
-    run.last_logged = values
-    run.log.write("train", run.state.step, values)
-    loss, length = values["loss"], totals.walks[ttt_steps].acceptance_length
-    speed = rates["tokens_per_second"] or 0.0
-    bar.set_postfix_str(
-        f"loss {loss:.3f}, acceptance length {length:.2f}, {speed:,.0f} tokens/s"
-        if loss is not None and length is not None
-        else "no supervised row"
-    )
-
-
-def over_ranks(run: Run, counts: dict[str, int]) -> dict[str, int]:
-    """Counts of this rank, summed over all."""
-    return dict(zip(counts, map(round, run.ranks.sum(list(counts.values()))), strict=True))
-
-
-def compile_counts(run: Run) -> dict[str, int]:
-    """What Dynamo did, over all ranks; nothing where nothing is compiled."""
-    return over_ranks(run, run.compiled.counts()) if run.compiled else {}
 
 
 def validate(run: Run) -> None:
