@@ -136,7 +136,7 @@ def compile_for(
         return None
     schedule.choose_supervised_sizes()
     shapes = schedule.shapes(Position(), 0, config.max_steps or 1)
-    compiled = compile_objective(prepared.head, len(shapes), dynamic=setting.dynamic)
+    compiled = compile_objective(prepared.head, dynamic=setting.dynamic)
     if not setting.dynamic:
         started = time.perf_counter()
         warm_up(compiled, prepared.head, prepared.target, shapes, config.granularity, progress=False)

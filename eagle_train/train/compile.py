@@ -19,6 +19,7 @@ import numpy as np
 import torch
 import torch._dynamo
 from torch import nn
+from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 from torch._dynamo.utils import counters
 from tqdm import tqdm
 
@@ -34,7 +35,8 @@ from eagle_train.train.evaluate import micro_batch_sums
 
 HEAD_FUNCTIONS = ("fuse", "project", "finish")
 MOST_LENGTHS = 24  # that are compiled without being asked for: each takes seconds
-SPARE_GRAPHS = 8  # beyond the planned ones, so that an unplanned shape is counted and not refused
+MOST_SHAPES_SHOWN = 6  # one by one
+NO_LIMIT = 2**31 - 1  # of graphs
 
 
 def why_not_compiled(device: torch.device, shapes: Iterable[Shape], *, asked_for: bool) -> str | None:
@@ -105,19 +107,16 @@ def fallbacks_so_far() -> int:
     return sum(counters["graph_break"].values())
 
 
-def compile_objective(head: Eagle3DraftHead, num_shapes: int, *, dynamic: bool = False) -> Compiled:
+def compile_objective(head: Eagle3DraftHead, *, dynamic: bool = False) -> Compiled:
     """Replace the head's functions by compiled ones, from outside, and return the compiled chunk functions.
 
-    num_shapes: batch shapes that are expected; Dynamo's limits are raised so that all fit, because at its own
-    limit of 8 graphs a function it would stop compiling. dynamic: one graph for all lengths instead of one
-    for each, for comparison.
+    dynamic: one graph for all lengths instead of one for each, for comparison.
     """
-    torch._dynamo.reset()  # graphs of an earlier head in this process count towards the limits
+    torch._dynamo.reset()  # frees the graphs of an earlier head in this process
     dynamo: Any = torch._dynamo.config
-    dynamo.recompile_limit = max(dynamo.recompile_limit, 2 * num_shapes + SPARE_GRAPHS)
-    dynamo.accumulated_recompile_limit = max(
-        dynamo.accumulated_recompile_limit, len(HEAD_FUNCTIONS) * dynamo.recompile_limit
-    )
+    # At its own limits (8 graphs a function, 256 in all) Dynamo would refuse to compile. Graphs are counted
+    # instead, so that unplanned shapes, however many, are a warning and not the end of a run.
+    dynamo.recompile_limit = dynamo.accumulated_recompile_limit = NO_LIMIT
     # Would cut graphs at the borders of DistributedDataParallel's buckets, to overlap with its sums.
     dynamo.optimize_ddp = False
     at_start, fallbacks = graphs_so_far(), fallbacks_so_far()
@@ -150,6 +149,22 @@ def compile_target(target: Target) -> None:
         layer.mlp.forward = _compiled(layer.mlp.forward, dynamic=False)
 
 
+def try_compiled_target(target: Target, shapes: Iterable[Shape], granularity: int) -> None:
+    """Run a compiled target once, on the smallest shape.
+
+    Raises InputError where its MLP is no full graph, as with some mixtures of experts: which experts run
+    depends on the data there.
+    """
+    try:
+        target.features(_example(min(shapes), granularity).to(target.device))
+    except (TorchDynamoException, FailOnRecompileLimitHit) as error:
+        reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        raise InputError(
+            f"--compile_target: the MLP of {type(target.model).__name__} does not compile as one graph "
+            f"({reason.strip()[:160]}); drop --compile_target"
+        ) from error
+
+
 def shape_of(batch: PackedBatch) -> Shape:
     return Shape(batch.num_rows, batch.bucket_len, batch.supervised_len)
 
@@ -166,19 +181,26 @@ def warm_up(
 ) -> None:
     """Compile every planned shape, forward and backward, for training and for validation.
 
-    Two TTT steps do: step 0 and any later one run the same graphs whatever K is. after_shape: called behind
-    each shape.
+    Two TTT steps do: step 0 and any later one run the same graphs whatever K is. Graphs are of a row or of a
+    size of supervised rows, so a shape whose two parts were met in other shapes has all of its own already.
+    after_shape: called behind each shape.
     """
-    shapes = sorted(shapes, reverse=True)
-    with tqdm(shapes, desc="compiling", unit="shape", disable=not progress, leave=False) as bar:
+    rows, supervised_lens = set[tuple[int, int]](), set[int]()
+    with tqdm(
+        sorted(shapes, reverse=True), desc="compiling", unit="shape", disable=not progress, leave=False
+    ) as bar:
         for shape in bar:
             bar.set_postfix_str(str(shape))
             started = time.perf_counter()
-            batch = _example(shape, granularity)
-            weights = torch.ones(2, device=target.device)
-            micro_batch_sums(head, target, batch, weights, compiled.chunks).loss.backward()
-            micro_batch_sums(head, target, batch, weights, compiled.chunks, differentiable=False)
-            head.zero_grad(set_to_none=True)
+            row = (shape.num_rows, shape.bucket_len)
+            if row not in rows or shape.supervised_len not in supervised_lens:
+                batch = _example(shape, granularity)
+                weights = torch.ones(2, device=target.device)
+                micro_batch_sums(head, target, batch, weights, compiled.chunks).loss.backward()
+                micro_batch_sums(head, target, batch, weights, compiled.chunks, differentiable=False)
+                head.zero_grad(set_to_none=True)
+            rows.add(row)
+            supervised_lens.add(shape.supervised_len)
             compiled.warm_seconds[str(shape)] = time.perf_counter() - started
             after_shape()
     compiled.at_warm = graphs_so_far()
@@ -196,8 +218,12 @@ def _example(shape: Shape, granularity: int) -> PackedBatch:
 
 
 def describe_compiled(compiled: Compiled) -> str:
-    """One line: shapes with the seconds of each, and how many graphs."""
-    shapes = ", ".join(f"{shape} ({seconds:.1f} s)" for shape, seconds in compiled.warm_seconds.items())
+    """One line: how many graphs and shapes, and the seconds of each shape where they are few."""
+    seconds = compiled.warm_seconds
     graphs = compiled.counts()["graphs_compiled"]
-    total = sum(compiled.warm_seconds.values())
-    return f"compiled {graphs} graphs for {len(compiled.warm_seconds)} shapes in {total:.0f} s: {shapes}"
+    start = f"compiled {graphs} graphs for {len(seconds)} shapes in {sum(seconds.values()):.0f} s"
+    if len(seconds) <= MOST_SHAPES_SHOWN:
+        return f"{start}: " + ", ".join(f"{shape} ({taken:.1f} s)" for shape, taken in seconds.items())
+    largest, *_, smallest = seconds  # as `warm_up` sorts them
+    slowest = max(seconds, key=lambda shape: seconds[shape])
+    return f"{start}: smallest {smallest}, largest {largest}, slowest {slowest} ({seconds[slowest]:.1f} s)"

@@ -1,6 +1,7 @@
 """Ranks and what they say to each other. Only this module imports accelerate and torch.distributed."""
 
 import gc
+import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -20,6 +21,13 @@ from eagle_train.objective.losses import ChunkFunctions
 from eagle_train.objective.unroll import Supervision, UnrolledSums, unrolled_sums
 
 Value = TypeVar("Value")
+# What `accelerate launch` sets where its user asks for more than data parallelism.
+UNSUPPORTED_LAUNCHES = {
+    "ACCELERATE_USE_FSDP": "FSDP",
+    "ACCELERATE_USE_DEEPSPEED": "DeepSpeed",
+    "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM",
+    "ACCELERATE_USE_PARALLELISM_CONFIG": "tensor or context parallelism",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,13 +144,23 @@ def join(on_cpu: bool, timeout_seconds: int) -> Ranks:
 
     on_cpu: ranks that compute on CPUs talk through gloo. timeout_seconds: for how long a rank waits for
     another one before it gives up.
+
+    Raises InputError where the launcher asks for more than plain data parallelism.
     """
+    for variable, name in UNSUPPORTED_LAUNCHES.items():
+        if os.environ.get(variable, "").lower() in ("1", "true"):
+            raise InputError(
+                f"{variable} is set, but a draft head is trained data-parallel only, without {name}; use "
+                "accelerate launch --multi_gpu, or torchrun"
+            )
     accelerator = Accelerator(
         cpu=on_cpu,
+        # Precision and compiling are options of ours, whatever the launcher says.
         mixed_precision="no",
+        dynamo_backend="no",
         kwargs_handlers=[
             InitProcessGroupKwargs(timeout=timedelta(seconds=timeout_seconds)),
-            DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True),
+            DistributedDataParallelKwargs(gradient_as_bucket_view=True),
         ],
     )
     if accelerator.num_processes == 1:

@@ -34,7 +34,7 @@ from eagle_train.train.output import (
     resolved,
     with_saved_choices,
 )
-from eagle_train.train.prepare import choose_device, choose_dtype, prepare
+from eagle_train.train.prepare import choose_device, choose_dtype, choose_rank_device, prepare
 from eagle_train.train.report import MetricsLog, format_sources, format_validation
 from eagle_train.train.run import Run, compile_run, finish, log_training, over_ranks, say
 from eagle_train.train.schedule import Schedule, Window, data_digest
@@ -130,7 +130,8 @@ def start(config: TrainConfig, ranks: Ranks) -> Run:
     config = saved
     if config.num_threads:
         torch.set_num_threads(config.num_threads)
-    device = choose_device(config.device) if ranks.device is None else ranks.device
+    device = ranks.together(lambda: choose_rank_device(config.device, ranks.device))
+    assert device is not None
     # Timed on one rank, because ranks could come to different answers.
     dtype = ranks.from_first(lambda: choose_dtype(config.dtype, device))
     prepared = ranks.together(lambda: prepare(config, device, dtype))
@@ -153,7 +154,7 @@ def start(config: TrainConfig, ranks: Ranks) -> Run:
             )
     config = resolved(config, prepared, learning_rate)
     schedule = Schedule(prepared.data.train_lengths, config, ranks.world_size, prepared.data.train_supervised)
-    num_steps = schedule.total_steps(state.step, state.position)
+    num_steps = schedule.total_steps(state.step, state.position, progress=ranks.is_first)
     if config.resume and state.plan_digest != schedule.digest(state.position):
         raise InputError(
             f"--resume: the plan of batches differs from that of {output_dir}; resume with the package "

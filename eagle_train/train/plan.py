@@ -15,11 +15,10 @@ from eagle_train.data.packing import Ints, Plan
 from eagle_train.data.plan_figures import PlanFigures, plan_figures
 from eagle_train.errors import InputError
 from eagle_train.files import write_atomically
-from eagle_train.model.target import read_target_config
-from eagle_train.train.prepare import DEMO_NAME, load_tokenizer
+from eagle_train.train.prepare import find_target, load_tokenizer
 from eagle_train.train.report import format_facts, format_shapes, format_table
 from eagle_train.train.schedule import Schedule
-from eagle_train.train.splits import DEMO, LengthReport, fit_lengths, prepare_data
+from eagle_train.train.splits import LengthReport, fit_lengths, prepare_data
 
 ANY_VOCABULARY = 2**31 - 1  # of pre-tokenised rows without a target, whose ids nothing bounds
 
@@ -69,16 +68,12 @@ def read_plan_lengths(options: PlanConfig, config: TrainConfig) -> tuple[Ints, I
         config.check_sources()
     elif not (config.data or config.mock_data):
         raise InputError("nothing to plan; name --lengths, --data or --mock_data")
-    tokenizer, vocab_size, longest = None, ANY_VOCABULARY, None
-    # As in training, mock data without any target are for the demo's.
-    target = config.target or (DEMO_NAME if config.mock_data and not config.mock_target else None)
-    if target:
-        name = str(DEMO / "target") if target == DEMO_NAME else target
-        target_config = read_target_config(name, config.trust_remote_code)
-        vocab_size = target_config.vocab_size
-        longest = getattr(target_config, "max_position_embeddings", None)
-        tokenizer = None if config.mock_data else load_tokenizer(name, config)
-    data = prepare_data(config, tokenizer, vocab_size, longest)
+    tokenizer, vocab_size, max_positions = None, ANY_VOCABULARY, None
+    if config.target or config.mock_data:
+        target = find_target(config)
+        vocab_size, max_positions = target.vocab_size, target.max_positions
+        tokenizer = None if config.mock_data else load_tokenizer(target.name, config)
+    data = prepare_data(config, tokenizer, vocab_size, max_positions)
     source = "mock data" if config.mock_data else ", ".join(config.data) or "the bundled demo"
     return data.train_lengths, np.arange(len(data.train_lengths)), data.train_report.length, source
 

@@ -45,6 +45,37 @@ class Prepared:
     own_token_share: float
 
 
+@dataclass(frozen=True, slots=True)
+class TargetSource:
+    """What the options name as target, before any weight is read. is_demo: the bundled one; max_positions:
+    the longest document that it can position, where it says so.
+    """
+
+    name: str
+    is_demo: bool
+    num_layers: int
+    vocab_size: int
+    max_positions: int | None
+
+
+def find_target(config: TrainConfig) -> TargetSource:
+    """The target of --target or --mock_target, else the bundled one."""
+    if config.mock_target:
+        _, num_layers, vocab_size = parse_mock_target(config.mock_target)
+        return TargetSource(MOCK_TARGET_NAME, False, num_layers, vocab_size, None)
+    named = None if config.target == DEMO_NAME else config.target
+    name = named or str(DEMO / "target")
+    target_config = read_target_config(name, config.trust_remote_code)
+    check_rope(target_config, config.training_seq_len)
+    return TargetSource(
+        name,
+        named is None,
+        target_config.num_hidden_layers,
+        target_config.vocab_size,
+        getattr(target_config, "max_position_embeddings", None),
+    )
+
+
 def prepare(
     config: TrainConfig, device: torch.device | None = None, dtype: torch.dtype | None = None
 ) -> Prepared:
@@ -57,24 +88,15 @@ def prepare(
         raise InputError(
             "--target is not named; name a model and --data, or run without a --config for the demo"
         )
-    is_demo = config.target == DEMO_NAME or (config.target is None and not config.mock_target)
-    name = str(DEMO / "target") if is_demo else config.target or MOCK_TARGET_NAME
-    longest = None
-    if config.mock_target:
-        _, num_layers, vocab_size = parse_mock_target(config.mock_target)
-    else:
-        target_config = read_target_config(name, config.trust_remote_code)
-        check_rope(target_config, config.training_seq_len)
-        num_layers, vocab_size = target_config.num_hidden_layers, target_config.vocab_size
-        longest = getattr(target_config, "max_position_embeddings", None)
-    aux_layer_ids = resolve_aux_layer_ids(num_layers, config.aux_layer_ids)
-    tokenizer = None if config.mock_data else load_tokenizer(name, config)
-    data = prepare_data(config, tokenizer, vocab_size, longest)
-    target = open_target(name, config, device, dtype, aux_layer_ids)
+    source = find_target(config)
+    aux_layer_ids = resolve_aux_layer_ids(source.num_layers, config.aux_layer_ids)
+    tokenizer = None if config.mock_data else load_tokenizer(source.name, config)
+    data = prepare_data(config, tokenizer, source.vocab_size, source.max_positions)
+    target = open_target(source.name, config, device, dtype, aux_layer_ids)
     head, coverage = make_draft_head(target, tokenizer, data.train_samples, config)
     return Prepared(
         target=target,
-        target_name="the bundled demo target" if is_demo else name,
+        target_name="the bundled demo target" if source.is_demo else source.name,
         head=head,
         data=data,
         draft_vocab_coverage=coverage,
@@ -120,6 +142,21 @@ def choose_device(name: str) -> torch.device:
         reason = str(error).splitlines()[0][:120]
         raise InputError(f"--device {name} cannot be used here ({reason}); use auto, cpu or cuda") from error
     return device
+
+
+def choose_rank_device(name: str, given: torch.device | None) -> torch.device:
+    """--device of one rank. given: what its launcher gives it; None: it is a process alone.
+
+    Raises InputError where --device names another one, because each rank has a device of its own.
+    """
+    if given is None:
+        return choose_device(name)
+    if name != "auto" and torch.device(name) != torch.device(given.type):
+        raise InputError(
+            f"--device {name} cannot be had with several ranks, which choose their own devices (here "
+            f"{given.type}); use --device {given.type}, or auto"
+        )
+    return given
 
 
 def choose_dtype(name: str, device: torch.device) -> torch.dtype:

@@ -17,6 +17,7 @@ from eagle_train.train.compile import (
     compile_objective,
     compile_target,
     describe_compiled,
+    try_compiled_target,
     warm_up,
     why_not_compiled,
 )
@@ -57,9 +58,11 @@ class Run:
 
 
 def compile_run(run: Run) -> None:
-    """Compile for every shape that training and validation will meet, or say why not."""
+    """Compile for every shape that training and validation will meet, or say why not. A run that has no step
+    left compiles nothing.
+    """
     config, prepared = run.config, run.prepared
-    if config.torch_compile is False:
+    if config.torch_compile is False or run.state.step >= run.num_steps:
         return
     run.schedule.choose_supervised_sizes()
     sizes = run.schedule.supervised_sizes
@@ -74,9 +77,10 @@ def compile_run(run: Run) -> None:
         run.schedule.supervised_sizes = ()
         say(run, f"torch.compile is off: {obstacle}")
         return
+    run.compiled = compile_objective(prepared.head)
     if config.compile_target:
         compile_target(prepared.target)
-    run.compiled = compile_objective(prepared.head, len(shapes))
+        run.ranks.together(lambda: try_compiled_target(prepared.target, shapes, config.granularity))
     warm_up(
         run.compiled,
         prepared.head,

@@ -5,6 +5,7 @@ that every rank makes it alone and resuming reads no data.
 import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import numpy as np
 from tqdm import tqdm
@@ -36,6 +37,8 @@ ROW_PLANNERS = {
     "multipack_v2": plan_multipack_v2,
     "next_fit": plan_next_fit,
 }
+
+KEPT_PLANS = 16  # of epochs; one of a million samples has about 10 MB
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,8 +154,8 @@ class Schedule:
         self.config = config
         self.supervised_sizes: tuple[int, ...] = ()  # chosen where the head is compiled
         self.geometry = batch_geometry(self.lengths, config, world_size)
-        # The plan asked for last, because planning a million samples takes seconds.
-        self._kept: tuple[tuple[int, tuple[Segment, ...], int, int], Plan] | None = None
+        # Kept, because planning a million samples takes seconds, and steps, shapes and windows each ask.
+        self._segment_plan = lru_cache(maxsize=KEPT_PLANS)(self._make_segment_plan)
 
     def plan(self, epoch: int = 0, earlier: tuple[Segment, ...] = ()) -> Plan:
         """What is left of an epoch behind some segments; without any, the whole epoch.
@@ -178,16 +181,15 @@ class Schedule:
         *earlier, last = position.segments
         return self._segment_plan(position.epoch, tuple(earlier), last.world_size, last.capacity).digest()
 
-    def _segment_plan(self, epoch: int, earlier: tuple[Segment, ...], world_size: int, capacity: int) -> Plan:
-        asked = (epoch, earlier, world_size, capacity)
-        if self._kept is None or self._kept[0] != asked:
-            left = np.arange(len(self.lengths))
-            for segment in earlier:
-                plan = self._plan_of(left, epoch, segment.world_size, segment.capacity)
-                used = plan.samples[: plan.offsets[segment.steps * segment.world_size]]
-                left = np.setdiff1d(left, used, assume_unique=True)
-            self._kept = (asked, self._plan_of(left, epoch, world_size, capacity))
-        return self._kept[1]
+    def _make_segment_plan(
+        self, epoch: int, earlier: tuple[Segment, ...], world_size: int, capacity: int
+    ) -> Plan:
+        left = np.arange(len(self.lengths))
+        for segment in earlier:
+            plan = self._plan_of(left, epoch, segment.world_size, segment.capacity)
+            used = plan.samples[: plan.offsets[segment.steps * segment.world_size]]
+            left = np.setdiff1d(left, used, assume_unique=True)
+        return self._plan_of(left, epoch, world_size, capacity)
 
     def _plan_of(self, samples: Ints, epoch: int, world_size: int, capacity: int) -> Plan:
         lengths, config = self.lengths[samples], self.config
@@ -223,14 +225,16 @@ class Schedule:
         """The last one of an epoch may hold fewer micro-batches."""
         return -(-plan_steps // self.geometry.accumulation_steps)
 
-    def total_steps(self, step: int, position: Position) -> int:
+    def total_steps(self, step: int, position: Position, *, progress: bool = True) -> int:
         """--max_steps, or the steps done and what is left of --num_epochs. Epochs differ by a step or so,
         so each is planned.
         """
         if self.config.max_steps is not None:
             return self.config.max_steps
         epochs = range(position.epoch + 1, self.config.num_epochs)
-        for epoch in tqdm(epochs, desc="planning epochs", unit="epoch", delay=2, leave=False):
+        for epoch in tqdm(
+            epochs, desc="planning epochs", unit="epoch", delay=2, leave=False, disable=not progress
+        ):
             step += self.optimizer_steps(self.plan(epoch).num_steps)
         if position.epoch < self.config.num_epochs:
             earlier, done = self._open(position)

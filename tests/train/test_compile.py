@@ -80,7 +80,7 @@ def gradients(head: Eagle3DraftHead, sums: UnrolledSums) -> dict[str, torch.Tens
 
 def compiled_head(target: MockTarget) -> tuple[Eagle3DraftHead, Compiled]:
     head = new_head(target)
-    compiled = compile_objective(head, len(SHAPES))
+    compiled = compile_objective(head)
     warm_up(compiled, head, target, SHAPES, GRANULARITY, progress=False)
     return head, compiled
 
@@ -95,7 +95,7 @@ SLOW = pytest.mark.skipif(
 def test_compiled_equals_eager_in_sums_and_gradients(dtype: torch.dtype) -> None:
     target = MockTarget(H, 8, V, dtype=dtype, device=torch.device("cpu"))
     plain, head = new_head(target), new_head(target)
-    compiled = compile_objective(head, len(SHAPES))
+    compiled = compile_objective(head)
     rng = np.random.default_rng(0)
     tolerance = {"rtol": 1e-4, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 5e-2, "atol": 3e-2}
     for _ in range(3):
@@ -140,7 +140,7 @@ def test_the_number_of_graphs_does_not_grow_with_the_ttt_steps(target: MockTarge
     for ttt_steps in (2, 7):
         torch._dynamo.reset()
         head = new_head(target)
-        compiled = compile_objective(head, 1)
+        compiled = compile_objective(head)
         samples = random_samples(np.random.default_rng(2), ROW)
         batch = collate(samples)
         micro_batch_sums(head, target, batch, torch.ones(ttt_steps), compiled.chunks).loss.backward()
@@ -185,7 +185,7 @@ def test_validation_uses_the_graphs_of_training(target: MockTarget) -> None:
 
 def test_an_unplanned_shape_is_counted_and_still_right(target: MockTarget) -> None:
     head = new_head(target)
-    compiled = compile_objective(head, 1)
+    compiled = compile_objective(head)
     warm_up(compiled, head, target, [Shape(1, 64, 64)], GRANULARITY, progress=False)
     batch = collate(random_samples(np.random.default_rng(5), ROW))
     assert batch.num_slots == round_up(batch.num_tokens, GRANULARITY) > 64
