@@ -183,6 +183,9 @@ class TrainConfig:
     rank_timeout: int = option(
         600, "run", "how long a rank waits for another one before it gives up (seconds)"
     )
+    gradient_checkpointing: bool = option(
+        False, "run", "compute a TTT step's activations again in the backward, for long rows on little memory"
+    )
     compile_target: bool = option(False, "run", "compile the target's MLPs too, with --torch_compile")
     num_threads: int | None = option(None, "run", "CPU threads; none: PyTorch's choice")
 

@@ -94,7 +94,8 @@ class Eagle3DraftHead(nn.Module):
     """All trained tensors of an EAGLE-3 head and the draft vocabulary's maps.
 
     d2t int64 `[V_d]`: offsets, target id = i + d2t[i]; t2d bool `[V]`: in the draft vocabulary. The token
-    embedding is the target's, frozen, and is passed to `step` already looked up.
+    embedding is the target's, frozen, and is passed to `step` already looked up. gradient_checkpointing:
+    whether the unroll computes a step's activations again in the backward instead of keeping them.
     """
 
     d2t: Tensor
@@ -103,6 +104,7 @@ class Eagle3DraftHead(nn.Module):
     def __init__(self, config: Eagle3Config) -> None:
         super().__init__()
         self.config = config
+        self.gradient_checkpointing = False
         self.fc = Linear(3 * config.hidden_size, config.hidden_size)
         self.midlayer = DraftLayer(config)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)

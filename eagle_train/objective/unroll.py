@@ -16,10 +16,12 @@ Shapes: T rows, K steps, R supervised (row, step) pairs, R0 rows supervised at s
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from eagle_train.batch import PackedBatch, TargetFeatures
 from eagle_train.model.attention import DocumentLayout, unrolled_attention
@@ -113,7 +115,14 @@ def unroll_states(
     Between attentions a step sees T or `batch.supervised_len` rows, so that a compiled head meets few shapes;
     rows that only fill up are zero, and nothing reads them. Attention itself takes any layout and is not
     compiled.
+
+    With `head.gradient_checkpointing`, what a step computes between attentions is computed again in the
+    backward instead of being kept (Chen et al. 2016, arXiv:1604.06174); attention never runs twice.
     """
+    project, finish = head.project, head.finish
+    if head.gradient_checkpointing:
+        project = partial(checkpoint, head.project, use_reentrant=False)
+        finish = partial(checkpoint, head.finish, use_reentrant=False)
     layout = DocumentLayout(batch.cu_seqlens, batch.offsets, batch.max_seqlen)
     num_slots, num_rows = batch.num_slots, len(rows_R0)
     assert batch.supervised_len in (0, max(batch.supervised_len, num_rows)), (
@@ -140,14 +149,14 @@ def unroll_states(
 
     hidden = head.fuse(aux_hidden_states_T3H)
     embeds = embed(F.pad(batch.input_ids[1:], (0, 1))).to(hidden.dtype)
-    hidden = head.finish(hidden, attend(*head.project(embeds, hidden, batch.position_ids)))
+    hidden = finish(hidden, attend(*project(embeds, hidden, batch.position_ids)))
     hidden = fill_up(hidden[rows_R0])
     positions = fill_up(batch.position_ids[rows_R0])
     outs = [hidden[:num_rows]]
     for step in range(1, ttt_steps):
         tokens = fill_up(batch.input_ids[(rows_R0 + 1 + step).clamp(max=num_slots - 1)])
         embeds = embed(tokens).to(hidden.dtype)
-        hidden = head.finish(hidden, attend_from_rows(*head.project(embeds, hidden, positions + step)))
+        hidden = finish(hidden, attend_from_rows(*project(embeds, hidden, positions + step)))
         outs.append(hidden[:num_rows])
     return torch.stack(outs)
 

@@ -218,6 +218,7 @@ def make_draft_head(
         coverage = len(ids) / target.vocab_size
     torch.manual_seed(config.seed)
     head = Eagle3DraftHead(draft_config(target, len(ids), config.draft_intermediate_size)).to(target.device)
+    head.gradient_checkpointing = config.gradient_checkpointing
     head.set_vocabulary(ids)
     example = target.features(BucketingCollator(1)(samples[:1]).to(target.device))
     head.start_from_target(target.lm_head.weight, target.final_norm_weight(), example.aux_hidden_states)

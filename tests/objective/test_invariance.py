@@ -181,6 +181,33 @@ def test_batching_changes_no_sum_no_hit_and_no_gradient(
     assert_same(measure(head, target, batches), each_alone)
 
 
+def kept_bytes(head: Eagle3DraftHead, target: FrozenTarget, batch: PackedBatch) -> int:
+    """Bytes of distinct storages that the forward keeps for its backward, parameters aside."""
+    parameters = {parameter.untyped_storage().data_ptr() for parameter in head.parameters()}
+    kept: dict[int, int] = {}
+
+    def keep(x: Tensor) -> Tensor:
+        storage = x.untyped_storage()
+        if storage.data_ptr() not in parameters:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        sums = micro_batch_sums(head, target, batch, torch.ones(K))
+        del sums
+    return sum(kept.values())
+
+
+def test_gradient_checkpointing_keeps_less_and_changes_nothing(
+    target: FrozenTarget, head: Eagle3DraftHead, samples: list[Sample], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batches = batches_of(FORMS["two packs-16"], samples)
+    expected, kept = measure(head, target, batches), kept_bytes(head, target, batches[0])
+    monkeypatch.setattr(head, "gradient_checkpointing", True)
+    assert_same(measure(head, target, batches), expected)
+    assert kept_bytes(head, target, batches[0]) < 0.7 * kept
+
+
 def new_run(
     target: FrozenTarget, head: Eagle3DraftHead, directory: Path, num_steps: int = 4, **changes: Any
 ) -> Run:
