@@ -14,6 +14,7 @@ The padded form (`num_rows` > 1) is the same axis cut into equal rows: a short d
 own padding.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -65,12 +66,19 @@ class PackedBatch:
 
     def to(self, device: torch.device | str) -> "PackedBatch":
         """The same batch with its tensors on `device`."""
+        return self._map(lambda x: x.to(device, non_blocking=True))
+
+    def pin_memory(self) -> "PackedBatch":
+        """The same batch in page-locked memory; a DataLoader calls this."""
+        return self._map(Tensor.pin_memory)
+
+    def _map(self, function: Callable[[Tensor], Tensor]) -> "PackedBatch":
         return replace(
             self,
-            input_ids=self.input_ids.to(device, non_blocking=True),
-            position_ids=self.position_ids.to(device, non_blocking=True),
-            answer_remaining=self.answer_remaining.to(device, non_blocking=True),
-            cu_seqlens=self.cu_seqlens.to(device, non_blocking=True),
+            input_ids=function(self.input_ids),
+            position_ids=function(self.position_ids),
+            answer_remaining=function(self.answer_remaining),
+            cu_seqlens=function(self.cu_seqlens),
         )
 
 

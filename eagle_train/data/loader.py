@@ -39,10 +39,22 @@ class PlannedBatches:
         return self.collator(pack, int(self.plan.bucket_lens[step]), supervised_len)
 
 
-def planned_loader(batches: PlannedBatches, first_step: int = 0) -> "DataLoader[PackedBatch]":
-    """The batches from `first_step` on; nothing of earlier steps is read."""
+def planned_loader(
+    batches: PlannedBatches, first_step: int = 0, *, num_workers: int = 0, pin_memory: bool = False
+) -> "DataLoader[PackedBatch]":
+    """The batches from `first_step` on, in order; nothing of earlier steps is read.
+
+    num_workers: processes that prepare batches ahead, 0: none; pin_memory: batches in page-locked memory, from
+    which copies to a GPU run beside its work.
+    """
     dataset: Any = batches
-    return DataLoader(dataset, batch_size=None, sampler=range(first_step, len(batches)))
+    return DataLoader(
+        dataset,
+        batch_size=None,
+        sampler=range(first_step, len(batches)),
+        num_workers=num_workers,
+        pin_memory=pin_memory,
+    )
 
 
 class MultipackSampler:
