@@ -44,8 +44,8 @@ def planned_loader(
 ) -> "DataLoader[PackedBatch]":
     """The batches from `first_step` on, in order; nothing of earlier steps is read.
 
-    num_workers: processes that prepare batches ahead, 0: none; pin_memory: batches in page-locked memory, from
-    which copies to a GPU run beside its work.
+    num_workers: processes that prepare batches ahead, 0: none; pin_memory: batches in page-locked memory,
+    from which copies to a GPU run beside its work.
     """
     dataset: Any = batches
     return DataLoader(
