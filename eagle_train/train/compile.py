@@ -19,7 +19,7 @@ import numpy as np
 import torch
 import torch._dynamo
 from torch import nn
-from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
+from torch._dynamo.exc import TorchDynamoException
 from torch._dynamo.utils import counters
 from tqdm import tqdm
 
@@ -157,7 +157,7 @@ def try_compiled_target(target: Target, shapes: Iterable[Shape], granularity: in
     """
     try:
         target.features(_example(min(shapes), granularity).to(target.device))
-    except (TorchDynamoException, FailOnRecompileLimitHit) as error:
+    except TorchDynamoException as error:
         reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
         raise InputError(
             f"--compile_target: the MLP of {type(target.model).__name__} does not compile as one graph "

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers.models.llama.modeling_llama import LlamaMLP
 
 from eagle_train.config import TrainConfig
 from eagle_train.data.packing import Shape
@@ -20,6 +21,7 @@ from eagle_train.model.mock_target import MockTarget
 from eagle_train.model.target import draft_config
 from eagle_train.objective.losses import PLAIN_CHUNKS
 from eagle_train.train import compile as compiling
+from eagle_train.train import run as running
 from eagle_train.train import schedule as scheduling
 from eagle_train.train.compile import (
     Compiled,
@@ -33,8 +35,8 @@ from eagle_train.train.distributed import UNSUPPORTED_LAUNCHES, join
 from eagle_train.train.evaluate import micro_batch_sums
 from eagle_train.train.prepare import choose_rank_device
 from eagle_train.train.schedule import Position, Schedule
-from tests.commands import read_events, run
-from tests.tiny import tiny_target
+from tests.commands import read_events, run, write_conversations
+from tests.tiny import tiny_target, write_target
 from tests.train.test_distributed import launch
 
 GRANULARITY = 64
@@ -63,17 +65,19 @@ def words(options: dict[str, Any]) -> list[Any]:
 def test_any_number_of_unplanned_shapes_is_counted_and_ends_no_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(running, "why_not_compiled", lambda *args, **options: None)  # asks the C++ compiler
+    monkeypatch.setattr(compiling, "HEAD_FUNCTIONS", ("fuse",))  # the quickest to compile: one graph a length
     planned = Schedule.shapes
     monkeypatch.setattr(Schedule, "shapes", lambda *args: {max(planned(*args))})
     options = MOCK | {
-        "packing": "none", "batch_size": 1, "bucket_granularity": 1, "max_steps": 30, "eval_fraction": 0
+        "packing": "none", "batch_size": 1, "bucket_granularity": 1, "max_steps": 20, "eval_fraction": 0
     }  # fmt: skip
     outcome = run("--mock_data", *words(options), "--torch_compile", "true", "--output_dir", tmp_path / "out")
     assert outcome.code == 0, outcome.err
     last = read_events(tmp_path / "out", "train")[-1]
-    assert last["recompiles_after_warmup"] > 40
+    assert last["recompiles_after_warmup"] > 10
     assert last["eager_fallbacks"] == 0
-    assert len(re.findall(r"^note: step \d+ compiled anew, for the unplanned shape", outcome.out, re.M)) > 16
+    assert len(re.findall(r"^note: step \d+ compiled anew, for the unplanned shape", outcome.out, re.M)) > 10
 
 
 def test_warm_up_runs_no_shape_whose_parts_are_compiled_and_misses_no_graph(
@@ -101,23 +105,30 @@ def test_warm_up_runs_no_shape_whose_parts_are_compiled_and_misses_no_graph(
     assert compiled.counts()["graphs_compiled"] > 0
 
 
-FAMILIES = {
-    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
-    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "head_dim": 8},
-    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8},
-}
+def test_a_target_that_does_not_compile_is_refused_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forward = LlamaMLP.forward
+
+    def broken(self: LlamaMLP, x: torch.Tensor) -> torch.Tensor:
+        torch._dynamo.graph_break()
+        return forward(self, x)
+
+    monkeypatch.setattr(LlamaMLP, "forward", broken)
+    data = write_conversations(tmp_path / "data.jsonl", 12)
+    flags = ["--target", write_target(tmp_path / "target"), "--data", data, "--output_dir", tmp_path / "out"]
+    small = {"training_seq_len": 128, "bucket_granularity": 64, "ttt_steps": 2, "dtype": "float32"}
+    refusal = run(*flags, *words(small), "--torch_compile", "true", "--compile_target").refusal()
+    assert re.search(r"the MLP of LlamaForCausalLM does not compile as one graph \(.+\); drop", refusal)
+    assert not (tmp_path / "out" / "state").exists()
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_target_that_does_not_compile_is_refused_in_one_line(family: str) -> None:
-    target = tiny_target(family, **FAMILIES[family])
-    compile_objective(Eagle3DraftHead(draft_config(target, 96, 96)))
+def test_experts_that_are_looped_over_are_refused() -> None:
+    target = tiny_target("mixtral", num_local_experts=4, num_experts_per_tok=2)
+    target.model.config._experts_implementation = "eager"
     compile_target(target)
-    try:
+    with pytest.raises(InputError, match=r"MixtralForCausalLM .*; drop --compile_target"):
         try_compiled_target(target, [Shape(1, 64, 64)], GRANULARITY)
-    except InputError as error:
-        print(family, error)
-        raise
 
 
 def describe(num_shapes: int) -> str:
@@ -126,13 +137,10 @@ def describe(num_shapes: int) -> str:
 
 
 def test_few_compiled_shapes_are_listed_and_many_are_summed_up() -> None:
-    assert (
-        describe(3) == "compiled 0 graphs for 3 shapes in 4 s: 192/64 (2.0 s), 128/64 (1.0 s), 64/64 (1.0 s)"
-    )
-    assert (
-        describe(20)
-        == "compiled 0 graphs for 20 shapes in 21 s: smallest 64/64, largest 1280/64, slowest 192/64 (2.0 s)"
-    )
+    few = "192/64 (2.0 s), 128/64 (1.0 s), 64/64 (1.0 s)"
+    assert describe(3) == f"compiled 0 graphs for 3 shapes in 4 s: {few}"
+    many = "smallest 64/64, largest 1280/64, slowest 192/64 (2.0 s)"
+    assert describe(20) == f"compiled 0 graphs for 20 shapes in 21 s: {many}"
 
 
 def test_a_finished_run_that_is_resumed_compiles_nothing(
