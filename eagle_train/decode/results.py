@@ -22,7 +22,7 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class PromptResult:
-    """One decoded answer and its counts; see decode/chain.py for how passes are counted."""
+    """One decoded answer and its counts; see decode/answer.py for how passes are counted."""
 
     source: str  # "file:line" or an id
     category: str  # "" where prompts have none
