@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -13,6 +13,7 @@ from eagle_train.files import write_atomically
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
 
 SUFFIXES = (".png", ".svg", ".pdf")
 DOTS_PER_INCH = 130
@@ -135,3 +136,10 @@ def dress(panel: "Axes", title: str, unit: str, horizontal: str) -> None:
     panel.set_axisbelow(True)
     for side in ("top", "right"):
         panel.spines[side].set_visible(False)
+
+
+def legend_line(**style: Any) -> "Line2D":
+    """A line for a legend, drawn nowhere else; style: what matplotlib's Line2D takes, its label among it."""
+    from matplotlib.lines import Line2D
+
+    return Line2D([], [], **style)

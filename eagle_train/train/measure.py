@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -41,7 +42,9 @@ def measure(options: MeasureConfig) -> None:
         check_plot("--plot", Path(options.plot))
     if options.num_threads:
         torch.set_num_threads(options.num_threads)
-    target, head, prompts, report = open_pair(options)
+    run = with_run_options(options)
+    options = replace(options, target=run.target)
+    target, head, prompts, report = open_pair(options, run)
     measurement = measure_prompts(options, target, head, prompts)
     print(format_measurement(options, target, report, len(prompts), measurement))
     if options.json is not None:
@@ -52,11 +55,10 @@ def measure(options: MeasureConfig) -> None:
 
 
 def open_pair(
-    options: MeasureConfig,
+    options: MeasureConfig, run: TrainConfig
 ) -> tuple[FrozenTarget, Eagle3DraftHead, list[Prompt], PromptReport]:
-    """Target, head and prompts, checked against each other; cheap checks first."""
+    """Target, head and prompts, checked against each other. run: from `with_run_options`."""
     head = load_draft_head(options.draft)
-    run = with_run_options(options)
     assert run.target is not None
     is_demo = run.target == DEMO_NAME
     name = str(DEMO / "target") if is_demo else run.target

@@ -80,7 +80,9 @@ def format_measurement(
     )
     head = {
         "draft": options.draft,
-        "target": f"{type(target.model).__name__}, {target.dtype} on {target.device}".replace("torch.", ""),
+        "target": f"{options.target} ({type(target.model).__name__}, {target.dtype} on {target.device})".replace(
+            "torch.", ""
+        ),
         "prompts": f"{num_prompts:,}",
         "decoding": f"chains of {options.num_speculative_tokens} drafted tokens, {how}, up to "
         f"{options.max_new_tokens} new tokens, {options.batch_size} prompts at a time",
@@ -102,7 +104,7 @@ def format_measurement(
 def format_groups(groups: Mapping[str, GroupFigures]) -> str:
     """A line a group; its acceptance length with the interval, and without looping answers."""
     header = ["", "prompts", "looping", "tokens", "verify steps", "acceptance length", "95 % interval"]
-    header += ["without looping", "looping"]
+    header += ["length, not looping", "length, looping"]
     rows = []
     for name, group in groups.items():
         every, apart = group.every, (group.without_looping, group.looping)

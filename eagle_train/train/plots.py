@@ -10,7 +10,16 @@ import numpy as np
 
 from eagle_train.config_measure import PlotConfig
 from eagle_train.decode.figures import Estimate
-from eagle_train.decode.plots import COLOURS, INK, check_plot, dress, error_bars, new_figure, save_figure
+from eagle_train.decode.plots import (
+    COLOURS,
+    INK,
+    check_plot,
+    dress,
+    error_bars,
+    legend_line,
+    new_figure,
+    save_figure,
+)
 from eagle_train.errors import InputError
 from eagle_train.train.output import METRICS
 
@@ -180,24 +189,20 @@ def _draw_depth_courses(panel: "Axes", run: RunMetrics, colour: str) -> None:
 
 def _legend(runs: Sequence[RunMetrics], colours: Sequence[str]) -> list[Any]:
     """Handles below the panels, where they cover nothing: runs, then what the line styles mean."""
-    from matplotlib.lines import Line2D
-
     handles = [
-        Line2D([], [], color=colour, linewidth=4, label=run.label)
+        legend_line(color=colour, linewidth=4, label=run.label)
         for run, colour in zip(runs, colours, strict=True)
     ]
     handles += [
-        Line2D([], [], color=INK, linewidth=1, alpha=0.55, label="training"),
-        Line2D([], [], color=INK, linewidth=2, marker="o", markersize=4.5, label="validation"),
+        legend_line(color=INK, linewidth=1, alpha=0.55, label="training"),
+        legend_line(color=INK, linewidth=2, marker="o", markersize=4.5, label="validation"),
     ]
     if any(run.measured for run in runs):
         handles.append(
-            Line2D(
-                [], [], color=INK, linestyle="", marker="D", markerfacecolor="white", label="measured, 95 %"
-            )
+            legend_line(color=INK, linestyle="", marker="D", markerfacecolor="white", label="measured, 95 %")
         )
     return [
         *handles,
-        Line2D([], [], color=INK, linestyle="-", label="top1_agreement (paler: deeper)"),
-        Line2D([], [], color=INK, linestyle="--", label="acceptance_rate"),
+        legend_line(color=INK, linestyle="-", label="top1_agreement (paler: deeper)"),
+        legend_line(color=INK, linestyle="--", label="acceptance_rate"),
     ]
