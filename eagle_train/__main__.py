@@ -42,7 +42,8 @@ def main(args: Sequence[str]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except KeyboardInterrupt:
-        print("eagle_train: interrupted; --resume goes on from the last saved state", file=sys.stderr)
+        remedy = "; --resume goes on from the last saved state" if command == "train" else ""
+        print(f"eagle_train: interrupted{remedy}", file=sys.stderr)
         return 130
     return 0
 

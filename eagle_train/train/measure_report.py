@@ -78,11 +78,10 @@ def format_measurement(
         if not options.temperature
         else f"temperature {options.temperature}, {options.proposal} proposal"
     )
-    head = {
+    place = f"{target.dtype} on {target.device}".removeprefix("torch.")
+    facts = {
         "draft": options.draft,
-        "target": f"{options.target} ({type(target.model).__name__}, {target.dtype} on {target.device})".replace(
-            "torch.", ""
-        ),
+        "target": f"{options.target} ({type(target.model).__name__}, {place})",
         "prompts": f"{num_prompts:,}",
         "decoding": f"chains of {options.num_speculative_tokens} drafted tokens, {how}, up to "
         f"{options.max_new_tokens} new tokens, {options.batch_size} prompts at a time",
@@ -90,7 +89,7 @@ def format_measurement(
     notes = "".join(f"\n  note: {note}" for note in report.notes())
     return "\n".join(
         [
-            format_facts("measure", head) + notes,
+            format_facts("measure", facts) + notes,
             "",
             format_groups(measurement.groups),
             "",
