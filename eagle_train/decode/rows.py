@@ -126,7 +126,7 @@ class TargetRows:
 
 
 class DraftRows:
-    """A draft head on the rows of a `TargetRows`: row t reads token x_{t+1} and the target's states at x_t."""
+    """A draft head on the rows of a `TargetRows`: row t reads token x_{t+1} and the target's states at t."""
 
     def __init__(self, head: Eagle3DraftHead, embed: Callable[[Tensor], Tensor], capacity: int) -> None:
         self.head = head

@@ -165,8 +165,8 @@ def target_attention(
     With a `document_layout`, B is 1 and T = S is the packed row. Within `cached_rows` rows differ in length.
     Without either the T queries are the last of S tokens (S > T with a cache). scaling: factor on the scores,
     1 / sqrt(d) when None; softcap: scores become softcap * tanh(scores / softcap); s_aux `[N]`: gpt-oss
-    sinks, a logit per head that takes probability but has no value; sliding_window counts only without a `MaskRule`.
-    No gradients. Raises InputError for what is not exact here.
+    sinks, a logit per head that takes probability but has no value; sliding_window counts only without a
+    `MaskRule`. No gradients. Raises InputError for what is not exact here.
     """
     name = type(module).__name__
     if isinstance(attention_mask, Tensor):
