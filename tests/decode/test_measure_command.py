@@ -110,6 +110,11 @@ def test_greedy_float32_answers_equal_plain_ones_and_the_walks_counts(place: Pat
     assert figures["answers_unlike_plain"] == 0
     assert expected["verify_steps"] == every["verify_steps"]
     assert expected["acceptance_length"] == pytest.approx(every["emitted_per_step"])
+    # The walk leaves out what the decoder drafts in an answer's last step beyond its limit, and no more.
+    measured = [round(share["value"] * every["verify_steps"]) for share in every["acceptance_per_position"]]
+    beyond = [found - own for found, own in zip(measured, expected["accepted_per_position"], strict=True)]
+    assert all(0 <= count <= len(PROMPTS) for count in beyond)
+    assert expected["accepted_per_position"][0] > 0
     assert speed["plain_tokens"] == speed["tokens"] == every["tokens"]
     assert speed["speedup"] == pytest.approx(speed["plain_seconds"] / speed["seconds"])
 
