@@ -13,12 +13,11 @@ from eagle_train.decode.verify import Verdict, draw, verify_by_sampling, verify_
 from eagle_train.model.eagle3 import Eagle3DraftHead
 from eagle_train.model.target import FrozenTarget
 from tests.decode.pairs import own_head, random_prompts
-from tests.documents import random_head
 from tests.tiny import tiny_target
 
 VOCAB_SIZE = 8
 NUM_TOKENS = 3
-NUM_SAMPLES = 8000
+NUM_SAMPLES = 5000
 PROMPT = (3, 1, 5)
 TEMPERATURE = 0.7
 
@@ -28,7 +27,8 @@ def pair() -> tuple[FrozenTarget, Eagle3DraftHead]:
     target = tiny_target(vocab_size=VOCAB_SIZE)
     with torch.no_grad():
         target.lm_head.weight.mul_(2)  # peaked enough that p and q differ
-    return target, random_head(target, draft_vocab_size=5)
+    prompts = [Prompt(PROMPT, str(index)) for index in range(16)]
+    return target, own_head(target, prompts, draft_vocab_size=5, temperature=TEMPERATURE)
 
 
 @torch.no_grad()
