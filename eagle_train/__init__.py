@@ -14,6 +14,9 @@ if TYPE_CHECKING:
     from eagle_train.data.loading import load_samples
     from eagle_train.data.samples import Sample
     from eagle_train.decode.chain import decode_plain, measure_acceptance
+    from eagle_train.decode.figures import group_figures
+    from eagle_train.decode.plots import draw_acceptance
+    from eagle_train.decode.prompts import read_prompts
     from eagle_train.decode.results import Prompt, PromptResult
     from eagle_train.errors import InputError
     from eagle_train.model.checkpoint import load_draft_head, save_draft_head
@@ -33,11 +36,14 @@ __all__ = [
     "Sample",
     "TrainConfig",
     "decode_plain",
+    "draw_acceptance",
     "evaluate",
+    "group_figures",
     "load_draft_head",
     "load_samples",
     "load_target",
     "measure_acceptance",
+    "read_prompts",
     "save_draft_head",
 ]
 
@@ -52,11 +58,14 @@ _HOMES = {
     "Sample": "eagle_train.data.samples",
     "TrainConfig": "eagle_train.config",
     "decode_plain": "eagle_train.decode.chain",
+    "draw_acceptance": "eagle_train.decode.plots",
     "evaluate": "eagle_train.train.evaluate",
+    "group_figures": "eagle_train.decode.figures",
     "load_draft_head": "eagle_train.model.checkpoint",
     "load_samples": "eagle_train.data.loading",
     "load_target": "eagle_train.model.target",
     "measure_acceptance": "eagle_train.decode.chain",
+    "read_prompts": "eagle_train.decode.prompts",
     "save_draft_head": "eagle_train.model.checkpoint",
 }
 
