@@ -42,6 +42,10 @@ COUNTS = (
     "log_every",
     "num_threads",
     "rank_timeout",
+    "measure_every",
+    "measure_max_prompts",
+    "measure_max_new_tokens",
+    "patience",
 )
 
 
@@ -175,6 +179,26 @@ class TrainConfig:
     eval_every: int | None = option(
         None, "run", "optimizer steps between validations; none: a fifth of the run"
     )
+    measure_prompts: tuple[str, ...] = option(
+        (), "run", "JSONL files of prompts that are really decoded now and then, n = K drafted tokens a step"
+    )
+    measure_every: int | None = option(
+        None, "run", "optimizer steps between such measurements; none: at validations"
+    )
+    measure_max_prompts: int = option(16, "run", "so many of the prompts, evenly spaced over the files")
+    measure_max_new_tokens: int = option(128, "run", "longest answer in a measurement (tokens)")
+    select_by: str = option(
+        "expected",
+        "run",
+        "the head kept has the longest acceptance length: expected in validations, or measured by decoding",
+        ("expected", "measured"),
+    )
+    patience: int | None = option(
+        None,
+        "run",
+        "end the run after N validations (measurements, with --select_by measured) without a longer "
+        "acceptance length; none: never",
+    )
     save_every: int | None = option(None, "run", "optimizer steps between saved states; none: at validations")
     log_every: int = option(10, "run", "optimizer steps between lines in metrics.jsonl")
     resume: bool = option(False, "run", "go on from the state in --output_dir")
@@ -184,6 +208,9 @@ class TrainConfig:
     )
     torch_compile: bool | None = option(
         None, "run", "compile head and loss for each planned shape; none: where a compiler is found"
+    )
+    num_workers: int | None = option(
+        None, "run", "processes that prepare batches ahead; none: 1 for a GPU, 0 (no process) for a CPU"
     )
     rank_timeout: int = option(
         600, "run", "how long a rank waits for another one before it gives up (seconds)"
@@ -227,6 +254,9 @@ class TrainConfig:
             )
         self._check_batches()
         self._check_mock()
+        if self.num_workers is not None and self.num_workers < 0:
+            raise InputError(f"--num_workers is {self.num_workers}; it must be 0 (none) or more")
+        self._check_selection()
         if self.compile_target and self.torch_compile is False:
             raise InputError("--compile_target does nothing with --torch_compile false; drop one")
         if self.resume and self.overwrite:
@@ -276,6 +306,19 @@ class TrainConfig:
             raise InputError(
                 f"--mock_loss_share is {self.mock_loss_share}; it must lie above 0 and be at most 1"
             )
+
+    def _check_selection(self) -> None:
+        if self.measure_prompts and (self.mock_data or self.mock_target):
+            raise InputError("--measure_prompts needs a real target, which --mock_data has not; drop one")
+        if not self.measure_prompts:
+            if self.measure_every is not None:
+                raise InputError(
+                    "--measure_every does nothing without --measure_prompts; name a file of prompts"
+                )
+            if self.select_by == "measured":
+                raise InputError(
+                    "--select_by measured needs prompts to decode; name a file with --measure_prompts"
+                )
 
     def check_sources(self) -> None:
         """What training needs beside data: a target, and data for it. (A plan needs none.)"""

@@ -11,7 +11,6 @@ from tqdm import tqdm
 from eagle_train.batch import PackedBatch
 from eagle_train.config import TrainConfig
 from eagle_train.errors import InputError, RankError
-from eagle_train.model.checkpoint import save_draft_head
 from eagle_train.objective.unroll import UnrolledSums
 from eagle_train.train.compile import (
     graphs_so_far,
@@ -38,6 +37,13 @@ from eagle_train.train.prepare import choose_device, choose_dtype, choose_rank_d
 from eagle_train.train.report import MetricsLog, format_sources, format_validation
 from eagle_train.train.run import Run, compile_run, finish, log_training, over_ranks, say
 from eagle_train.train.schedule import Schedule, Window, data_digest
+from eagle_train.train.selection import (
+    is_out_of_patience,
+    keep_head,
+    measure_run,
+    read_measure_prompts,
+    select_by_validation,
+)
 from eagle_train.train.state import RunState, load_state, restore_interrupted_save, save_state
 from eagle_train.train.statistics import batch_counts
 
@@ -79,10 +85,14 @@ def run_steps(run: Run) -> None:
     compile_run(run)
     if not config.resume:
         validate(run)
+        if run.prompts:
+            measure_run(run)
         save(run)
+    eval_every = config.eval_every or max(run.num_steps // 5, 1)
     pending: list[tuple[list[UnrolledSums], Window]] = []
     left, samples = run.num_steps - run.state.step, run.prepared.data.train_samples
-    windows = run.schedule.windows(samples, run.ranks.rank, run.state.position, left)
+    to_gpu = run.prepared.target.device.type == "cuda"
+    windows = run.schedule.windows(samples, run.ranks.rank, run.state.position, left, to_gpu=to_gpu)
     with tqdm(
         total=run.num_steps,
         initial=run.state.step,
@@ -108,7 +118,8 @@ def run_steps(run: Run) -> None:
                 shapes = ", ".join(sorted({str(shape_of(batch)) for batch in window.batches}))
                 say(run, f"note: step {run.state.step} compiled anew, for the unplanned shape {shapes}")
             bar.update()
-            validation_due = is_due(run, config.eval_every or max(run.num_steps // 5, 1))
+            validation_due = is_due(run, eval_every)
+            measure_due = bool(run.prompts) and is_due(run, config.measure_every or eval_every)
             save_due = is_due(run, config.save_every) if config.save_every else validation_due
             # Logged before each save too, so that a resumed run's figures cover the same steps.
             if is_due(run, config.log_every) or save_due:
@@ -116,8 +127,15 @@ def run_steps(run: Run) -> None:
                 pending = []
             if validation_due:
                 validate(run)
-            if save_due:
+            if measure_due:
+                measure_run(run)
+            if save_due or is_out_of_patience(run):
                 save(run)
+            if is_out_of_patience(run):
+                what = "measurements" if config.select_by == "measured" else "validations"
+                waited = f"{config.patience} {what} without a longer acceptance length"
+                say(run, f"stopped at step {run.state.step}: {waited}")
+                break
             waited_from = time.perf_counter()
     finish(run)
 
@@ -136,6 +154,7 @@ def start(config: TrainConfig, ranks: Ranks) -> Run:
     dtype = ranks.from_first(lambda: choose_dtype(config.dtype, device))
     prepared = ranks.together(lambda: prepare(config, device, dtype))
     assert prepared is not None
+    prompts = ranks.together(lambda: read_measure_prompts(config, prepared)) or []
     learning_rate = peak_learning_rate(config, prepared.head.config.hidden_size)
     optimizer = make_optimizer(prepared.head, config, learning_rate)
     digest = f"{data_digest(prepared.data.train_samples)}-{data_digest(prepared.data.heldout_samples)}"
@@ -177,6 +196,7 @@ def start(config: TrainConfig, ranks: Ranks) -> Run:
         output_dir=output_dir,
         state=state,
         log=log,
+        prompts=prompts,
         baseline={}
         if config.mock_data or not ranks.is_first
         else bigram_baseline(prepared.data, prepared.target.vocab_size, config.ttt_steps),
@@ -234,9 +254,7 @@ def stop_if_not_finite(run: Run, value: float, window: list[PackedBatch]) -> Non
 
 
 def validate(run: Run) -> None:
-    """Measure the held-out split, show it, and keep the head if its acceptance length is the longest so
-    far.
-    """
+    """Walk the held-out split by teacher forcing and show it; the head is kept if it is the best so far."""
     config, prepared, state = run.config, run.prepared, run.state
     if not prepared.data.heldout_samples:
         keep_head(run)
@@ -271,20 +289,7 @@ def validate(run: Run) -> None:
             if share is not None
             else "",
         )
-    length = metrics["acceptance_length"][str(config.ttt_steps)]
-    if state.step == 0:
-        state.first_acceptance_length = length
-    if length is not None and (state.best_acceptance_length is None or length > state.best_acceptance_length):
-        state.best_step, state.best_acceptance_length = state.step, length
-        keep_head(run)
-
-
-def keep_head(run: Run) -> None:
-    """Write the head as what the output directory offers to engines."""
-    target = run.prepared.target
-    if not run.ranks.is_first:
-        return
-    save_draft_head(run.prepared.head, run.output_dir, target_config=target.config, dtype=target.dtype)
+    select_by_validation(run, metrics)
 
 
 def save(run: Run) -> None:

@@ -21,7 +21,8 @@ from eagle_train.train.state import RunState
 FREE_ON_RESUME = {
     "resume", "overwrite", "output_dir", "device", "num_threads", "log_every", "eval_every", "save_every",
     "max_steps", "num_epochs", "learning_rate", "dtype", "ema_alpha",
-    "torch_compile", "compile_target",
+    "torch_compile", "compile_target", "gradient_checkpointing", "num_workers", "patience", "select_by",
+    "measure_prompts", "measure_every", "measure_max_prompts", "measure_max_new_tokens",
 }  # fmt: skip
 # Derived anew on every start: where the run goes on, and how far.
 NOT_TAKEN_OVER = {"device", "max_steps", "eval_every", "save_every", "num_threads"}

@@ -9,6 +9,7 @@ from torch import nn
 from tqdm import tqdm
 
 from eagle_train.config import TrainConfig
+from eagle_train.decode.results import Prompt
 from eagle_train.objective.acceptance import AcceptanceTotals
 from eagle_train.objective.losses import PLAIN_CHUNKS, ChunkFunctions
 from eagle_train.objective.unroll import UnrolledSums
@@ -34,7 +35,7 @@ from eagle_train.train.statistics import batch_counts, peak_memory_gib
 @dataclass(slots=True)
 class Run:
     """One run's moving parts. module: the head's loss, averaged over ranks in its backward; baseline: the
-    bigram drafter's acceptance length at each n, as text keys.
+    bigram drafter's acceptance length at each n, as text keys; prompts: those of --measure_prompts.
     """
 
     config: TrainConfig
@@ -49,6 +50,7 @@ class Run:
     state: RunState
     log: MetricsLog
     baseline: dict[str, float | None]
+    prompts: list[Prompt] = field(default_factory=list)
     compiled: Compiled | None = None
     last_logged: dict[str, Any] = field(default_factory=dict)
 

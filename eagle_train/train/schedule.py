@@ -270,9 +270,18 @@ class Schedule:
         return shapes
 
     def windows(
-        self, samples: Sequence[Sample], rank: int, position: Position, num_steps: int
+        self,
+        samples: Sequence[Sample],
+        rank: int,
+        position: Position,
+        num_steps: int,
+        *,
+        to_gpu: bool = False,
     ) -> Iterator[Window]:
-        """The next `num_steps` optimizer steps of one rank, from `position` on."""
+        """The next `num_steps` optimizer steps of one rank, from `position` on. to_gpu: batches are prepared
+        for a copy to a GPU, and by default in a process beside the training.
+        """
+        num_workers = int(to_gpu) if self.config.num_workers is None else self.config.num_workers
         collator = BucketingCollator(self.config.granularity, self.config.padding_free)
         epoch = position.epoch
         earlier, done = self._open(position)
@@ -283,7 +292,7 @@ class Schedule:
             per_epoch = self.optimizer_steps(whole)
             batches: list[PackedBatch] = []
             planned = PlannedBatches(samples, plan, collator, rank, self._supervised_lens(plan))
-            for batch in planned_loader(planned, done):
+            for batch in planned_loader(planned, done, num_workers=num_workers, pin_memory=to_gpu):
                 batches.append(batch)
                 done += 1
                 if len(batches) < self.geometry.accumulation_steps and done < plan.num_steps:

@@ -24,7 +24,8 @@ class RunState:
     """Progress of a run. step: optimizer steps done; position: how far these went in the data.
 
     statistics: speed so far; empty_steps: steps without a supervised row; first_acceptance_length: of the
-    first validation; best_*: the validation with the longest; data_digest, plan_digest: of the samples and of
+    first validation; best_*: of the longest that --select_by looks at, and checks_since_best how many since
+    were not longer; data_digest, plan_digest: of the samples and of
     the plan behind `position`, to notice other ones.
     """
 
@@ -35,6 +36,7 @@ class RunState:
     first_acceptance_length: float | None = None
     best_step: int | None = None
     best_acceptance_length: float | None = None
+    checks_since_best: int = 0
     data_digest: str = ""
     plan_digest: str = ""
 
