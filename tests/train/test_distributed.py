@@ -245,7 +245,7 @@ def test_torchrun_itself_starts_two_ranks(place: Workplace) -> None:
     flags = words(place.common | {"output_dir": output, "max_steps": 2, "num_epochs": 1})
     ended = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", *launcher, "-m", "eagle_train", *flags],
-        capture_output=True, text=True, check=False, timeout=120,
+        capture_output=True, text=True, check=False, timeout=240,
     )  # fmt: skip
     assert ended.returncode == 0, ended.stderr
     for fact in ("steps", "best head", "figures"):
