@@ -257,7 +257,8 @@ def validate(run: Run) -> None:
     """Walk the held-out split by teacher forcing and show it; the head is kept if it is the best so far."""
     config, prepared, state = run.config, run.prepared, run.state
     if not prepared.data.heldout_samples:
-        keep_head(run)
+        if config.select_by == "expected":
+            keep_head(run)
         return
     try:
         metrics = evaluate(

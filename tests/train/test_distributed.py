@@ -36,14 +36,18 @@ OPTIONS = {
 }
 
 
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port: int = free.getsockname()[1]
+    return port
+
+
 def launch(
     world_size: int, program: str, *arguments: object, timeout: int = 240
 ) -> list[tuple[int, str, str]]:
     """Processes as a launcher starts them: exit code, standard output and error of each rank."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    world = {"WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    world = {"WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     processes = [
         subprocess.Popen(
             [sys.executable, "-c", program, *map(str, arguments)],
@@ -232,6 +236,23 @@ def test_a_rank_that_dies_ends_the_others_with_a_message(place: Workplace) -> No
         r"^eagle_train: rank 0: another rank died or stopped answering", survivor[2], re.MULTILINE
     )
     assert time.monotonic() - started < 90
+
+
+def test_torchrun_itself_starts_two_ranks(place: Workplace) -> None:
+    """The launcher's own environment, and `-m eagle_train` as users write it: one summary, one header."""
+    output = place.directory / "torchrun"
+    launcher = ["--nproc_per_node", "2", "--master_addr", "127.0.0.1", "--master_port", str(free_port())]
+    flags = words(place.common | {"output_dir": output, "max_steps": 2, "num_epochs": 1})
+    ended = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", *launcher, "-m", "eagle_train", *flags],
+        capture_output=True, text=True, check=False, timeout=240,
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stderr
+    for fact in ("steps", "best head", "figures"):
+        assert len(re.findall(f"^  {fact} ", ended.stdout, re.MULTILINE)) == 1, ended.stdout
+    assert [event["event"] for event in read_events(output)].count("end") == 1
+    state = json.loads((output / "state" / "state.json").read_text())
+    assert (state["step"], state["position"]["segments"][0]["world_size"]) == (2, 2)
 
 
 def test_a_process_alone_is_rank_zero_of_one() -> None:
