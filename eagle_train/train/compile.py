@@ -53,23 +53,22 @@ def why_not_compiled(device: torch.device, shapes: Iterable[Shape], *, asked_for
     fault = compiler_fault(device)
     if fault and asked_for:
         raise InputError(
-            f"--torch_compile: nothing can be compiled here ({fault}); install a C++ compiler such as g++, "
-            "or use --torch_compile false"
+            f"--torch_compile: nothing can be compiled here ({fault}), or use --torch_compile false"
         )
-    return f"{fault}. Install a C++ compiler such as g++ for faster steps" if fault else None
+    return fault
 
 
 def compiler_fault(device: torch.device) -> str | None:
-    """Why nothing can be compiled for a device here, in one line, or None: found by compiling a trifle."""
+    """Why nothing can be compiled here, with the remedy, or None: found by compiling a trifle."""
     try:
         graphs = graphs_so_far()
         trifle = torch.compile(lambda x: x.sin() + 1, fullgraph=True, dynamic=False)
         trifle(torch.zeros(8, device=device))
         if graphs_so_far() == graphs:
-            return "torch.compile is disabled, perhaps by TORCHDYNAMO_DISABLE"
+            return "torch.compile returns functions as they are; unset TORCHDYNAMO_DISABLE"
     except Exception as error:  # whatever the compiler's tool chain raises
         reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
-        return reason.strip()[:160]
+        return f"{reason.strip()[:160]}; install a C++ compiler such as g++"
     return None
 
 

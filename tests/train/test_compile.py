@@ -404,7 +404,7 @@ from eagle_train.train.compile import compile_objective, warm_up
 from tests.train.test_compile import H, V, new_head
 target = MockTarget(H, 8, V, dtype=torch.float32, device=torch.device("cpu"))
 head = new_head(target)
-compiled = compile_objective(head, 1)
+compiled = compile_objective(head)
 warm_up(compiled, head, target, [Shape(1, 64, 64)], 64, progress=False)
 hits, misses = (counters["inductor"][f"fxgraph_cache_{end}"] for end in ("hit", "miss"))
 print(json.dumps({"hits": hits, "misses": misses, "graphs": compiled.counts()["graphs_compiled"]}))
