@@ -18,6 +18,7 @@ from eagle_train.model.eagle3 import Eagle3DraftHead
 from eagle_train.model.target import FrozenTarget, draft_config
 from eagle_train.model.vocab import choose_draft_vocabulary
 from eagle_train.objective.acceptance import WalkCounts, chain_walk, leading_hits, pool
+from eagle_train.objective.unroll import supervise, unrolled_sums
 from eagle_train.train.evaluate import evaluate, micro_batch_sums, step_weights
 
 DEMO = Path(__file__).resolve().parents[2] / "eagle_train" / "demo"
@@ -52,12 +53,14 @@ def head(target: FrozenTarget, conversations: list[tuple[Prompt, list[int]]]) ->
     head = Eagle3DraftHead(draft_config(target, len(draft_token_ids)))
     head.set_vocabulary(draft_token_ids)
     batch = BucketingCollator(64)(samples)
-    aux = target.features(batch).aux_hidden_states
-    head.start_from_target(target.lm_head.weight, target.final_norm_weight(), aux)
+    features = target.features(batch)
+    head.start_from_target(target.lm_head.weight, target.final_norm_weight(), features.aux_hidden_states)
     optimizer = torch.optim.AdamW(head.parameters(), lr=1e-2)
     weights = step_weights(batch.supervised_counts(N), 0.8)
+    supervision = supervise(batch.answer_remaining, N)
     for _ in range(16):
-        micro_batch_sums(head, target, batch, weights).loss.backward()
+        sums = unrolled_sums(head, target.embed, target.logits, batch, supervision, features, weights)
+        sums.loss.backward()
         optimizer.step()
         optimizer.zero_grad()
     return head
