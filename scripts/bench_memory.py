@@ -99,8 +99,6 @@ def calculation(sizes: list[int]) -> str:
     full, drafted = row_len * vocab * 4, round(row_len * 0.5) * 7 * draft_vocab * 4
     rows.append(["to compare: full logits, float32", "T x V", "yes", f"{full / GIB:.2f}"])
     rows.append(["to compare: draft logits, float32", "R x V_d", "yes", f"{drafted / GIB:.2f}"])
-        ["for comparison: draft logits, float32", "R x V_d", "yes", f"{pairs * draft_vocab * 4 / GIB:.2f}"]
-    )
     title = (
         f"H = {hidden:,}, V = {vocab:,}, V_d = {draft_vocab:,}, T = {row_len:,}, K = 7, half of the rows "
         f"supervised (R0 = T / 2, R = K x R0), bfloat16, chunks of C = {DEFAULT_CHUNK_ROWS} rows"
