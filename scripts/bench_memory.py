@@ -10,8 +10,9 @@ during the step less the resident memory before it; a small step comes first, so
 state are not counted. Linux only (/proc).
 
 Calculated: every tensor that is alive at once in the vocabulary work, for hidden size H, vocabulary V, draft
-vocabulary V_d and row length T, beside what tensors of T x V would take. For each measured T the same list at
-its sizes stands beside the measurement.
+vocabulary V_d and row length T, beside what tensors of T x V would take; weights, which are there anyway, and
+states that the draft layer keeps for its backward are not in it. For each measured T the same list at its
+sizes stands beside the measurement.
 """
 
 import argparse
@@ -42,12 +43,13 @@ GIB, MIB = 2**30, 2**20
 
 @dataclass(frozen=True, slots=True)
 class Live:
-    """A tensor, or several alike, that is alive at the peak. linear: its size grows with T."""
+    """A tensor, or several alike. linear: its size grows with T; when: "labels", "loss" or "both"."""
 
     name: str
     shape: str
     num_bytes: int
     linear: bool
+    when: str
 
 
 def vocabulary_memory(
@@ -61,49 +63,54 @@ def vocabulary_memory(
     element_bytes: int = 2,
     chunk_rows: int = DEFAULT_CHUNK_ROWS,
 ) -> list[Live]:
-    """Tensors alive while a chunk's gradient is made in `vocabulary_loss`, the larger of the two peaks
-    unless V exceeds 5 V_d, and that of `label_chunk` beside them; sizes in elements, bytes by dtype.
+    """The tensors of the vocabulary work: while labels are made, and while a chunk's loss and gradient are.
 
     element_bytes: of the compute dtype; chunks hold float32 beside it.
     """
     rows_R0 = round(row_len * supervised_share)
     pairs = rows_R0 * ttt_steps
 
-    def live(name: str, shape: str, elements: int, size: int, linear: bool) -> Live:
-        return Live(name, shape, elements * size, linear)
+    def live(name: str, shape: str, elements: int, size: int, linear: bool, when: str = "both") -> Live:
+        return Live(name, shape, elements * size, linear, when)
 
     e, chunk = element_bytes, min(chunk_rows, pairs)
     return [
         live("features: aux and final states", "T x 4H", row_len * 4 * hidden, e, True),
         live("draft states of all steps", "K x R0 x H", pairs * hidden, e, True),
-        live("the same, chosen and normed", "R x H", pairs * hidden, e, True),
-        live("their gradients", "R x H", pairs * hidden, e, True),
         live("target restricted to the draft vocabulary", "R0 x V_d", rows_R0 * draft_vocab, e, True),
-        live("head weight, float32 and compute dtype", "V_d x H", draft_vocab * hidden, 4 + e, False),
-        live("head weight's gradient, float32", "V_d x H", draft_vocab * hidden, 4, False),
-        live("a chunk of draft logits", "C x V_d", chunk * draft_vocab, e, False),
-        live("a chunk's target probabilities", "C x V_d", chunk * draft_vocab, e, False),
-        live("a chunk in float32: logits, target, product", "3 x C x V_d", 3 * chunk * draft_vocab, 4, False),
-        live("a chunk of full logits (labels; not at the same time)", "C x V", chunk * vocab, e + 4, False),
+        live("a chunk of full logits, float32 passes", "C x V", chunk * vocab, e + 8, False, "labels"),
+        live("a chunk of them restricted, float32", "3 x C x V_d", 3 * chunk * draft_vocab, 4, False, "labels"),
+        live("draft states, chosen and normed", "R x H", pairs * hidden, e, True, "loss"),
+        live("their gradients", "R x H", pairs * hidden, e, True, "loss"),
+        live("head weight, compute dtype", "V_d x H", draft_vocab * hidden, e % 4, False, "loss"),
+        live("head weight's gradient, float32", "V_d x H", draft_vocab * hidden, 4, False, "loss"),
+        live("a chunk of logits and target", "2 x C x V_d", 2 * chunk * draft_vocab, e, False, "loss"),
+        live("the same and a product, float32", "3 x C x V_d", 3 * chunk * draft_vocab, 4, False, "loss"),
     ]  # fmt: skip
+
+
+def peak(parts: list[Live]) -> int:
+    """Bytes at the larger of the two moments."""
+    moments = [[p.num_bytes for p in parts if p.when in (when, "both")] for when in ("labels", "loss")]
+    return max(map(sum, moments))
 
 
 def calculation(sizes: list[int]) -> str:
     hidden, vocab, draft_vocab, row_len = sizes
     parts = vocabulary_memory(hidden, vocab, draft_vocab, row_len)
     rows = [
-        [part.name, part.shape, "yes" if part.linear else "no", f"{part.num_bytes / GIB:.2f}"]
+        [part.name, part.shape, part.when, "yes" if part.linear else "no", f"{part.num_bytes / GIB:.2f}"]
         for part in parts
     ]
-    rows.append(["all of it", "", "", f"{sum(part.num_bytes for part in parts) / GIB:.2f}"])
+    rows.append(["peak", "", "", "", f"{peak(parts) / GIB:.2f}"])
     full, drafted = row_len * vocab * 4, round(row_len * 0.5) * 7 * draft_vocab * 4
-    rows.append(["to compare: full logits, float32", "T x V", "yes", f"{full / GIB:.2f}"])
-    rows.append(["to compare: draft logits, float32", "R x V_d", "yes", f"{drafted / GIB:.2f}"])
+    rows.append(["to compare: full logits, float32", "T x V", "", "yes", f"{full / GIB:.2f}"])
+    rows.append(["to compare: draft logits, float32", "R x V_d", "", "yes", f"{drafted / GIB:.2f}"])
     title = (
         f"H = {hidden:,}, V = {vocab:,}, V_d = {draft_vocab:,}, T = {row_len:,}, K = 7, half of the rows "
         f"supervised (R0 = T / 2, R = K x R0), bfloat16, chunks of C = {DEFAULT_CHUNK_ROWS} rows"
     )
-    return f"{title}\n{format_table(['tensor', 'shape', 'grows with T', 'GiB'], rows)}"
+    return f"{title}\n{format_table(['tensor', 'shape', 'during', 'grows with T', 'GiB'], rows)}"
 
 
 def resident(field: str) -> int:
@@ -194,7 +201,7 @@ def measured(args: argparse.Namespace) -> dict[str, Any]:
             {
                 "row_len": row_len,
                 "vocabulary": measure("vocabulary", row_len, args),
-                "vocabulary_calculated": sum(part.num_bytes for part in parts),
+                "vocabulary_calculated": peak(parts),
                 "step": measure("step", row_len, args),
             }
         )
