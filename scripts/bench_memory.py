@@ -79,7 +79,7 @@ def vocabulary_memory(
         live("draft states of all steps", "K x R0 x H", pairs * hidden, e, True),
         live("target restricted to the draft vocabulary", "R0 x V_d", rows_R0 * draft_vocab, e, True),
         live("a chunk of full logits, float32 passes", "C x V", chunk * vocab, e + 8, False, "labels"),
-        live("a chunk of them restricted, float32", "3 x C x V_d", 3 * chunk * draft_vocab, 4, False, "labels"),
+        live("a chunk of them restricted", "3 x C x V_d", 3 * chunk * draft_vocab, 4, False, "labels"),
         live("draft states, chosen and normed", "R x H", pairs * hidden, e, True, "loss"),
         live("their gradients", "R x H", pairs * hidden, e, True, "loss"),
         live("head weight, compute dtype", "V_d x H", draft_vocab * hidden, e % 4, False, "loss"),
