@@ -1,4 +1,4 @@
-"""python -m eagle_train [train|plan] [flags]: `train` when the first word is a flag."""
+"""python -m eagle_train [train|plan|export|check] [flags]: `train` when the first word is a flag."""
 
 import os
 import sys
@@ -8,7 +8,7 @@ from pathlib import Path
 
 from eagle_train.errors import InputError, RankError
 
-COMMANDS = ("train", "plan")
+COMMANDS = ("train", "plan", "export", "check")
 TRAIN_DESCRIPTION = (
     "Train an EAGLE-3 draft head. Without --target, --data and --config: the bundled demo, under the options "
     "of eagle_train/demo/config.yaml."
@@ -17,16 +17,30 @@ PLAN_DESCRIPTION = (
     "Plan an epoch without training, to see steps, fill, balance and shapes of every packing mode (or of the "
     "one that --packing names). Takes the flags of train, so that `plan` can be put before a training's own."
 )
+EXPORT_DESCRIPTION = (
+    "Write a draft head as the directory that one engine needs, with a model card, and print how it is "
+    "served. OpenVINO and llama.cpp convert it further: the steps are printed and written to steps.sh."
+)
+CHECK_DESCRIPTION = (
+    "`check DIR` looks at a draft head in any published layout: layout and algorithm, every fault and every "
+    "mismatch with --target, and what each engine makes of it. Exit code 0: sound; 1: not sound; 2: cannot "
+    "be read."
+)
 DEMO_CONFIG = Path(__file__).parent / "demo" / "config.yaml"
 
 
 def main(args: Sequence[str]) -> int:
-    """Run a command; 0 on success, 2 on bad input, 130 when interrupted."""
+    """Run a command; 0 on success, 1 for an unsound head in `check`, 2 on bad input, 130 if interrupted."""
     command, rest = (args[0], args[1:]) if args and not args[0].startswith("-") else ("train", args)
     try:
         if command not in COMMANDS:
             raise InputError(f"unknown command {command!r}; the commands are: {', '.join(COMMANDS)}")
-        (run_train if command == "train" else run_plan)(with_demo_config(rest))
+        if command == "check":
+            return run_check(rest)
+        if command == "export":
+            run_export(rest)
+        else:
+            (run_train if command == "train" else run_plan)(with_demo_config(rest))
     except InputError as error:
         print(f"eagle_train: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
@@ -62,6 +76,44 @@ def run_plan(args: Sequence[str]) -> None:
 
     is_named = any(flag.split("=")[0] == "--packing" for flag in args) or config.packing != "multipack"
     plan(options, config, compare=not is_named)
+
+
+def run_export(args: Sequence[str]) -> None:
+    from eagle_train.config import ExportConfig
+    from eagle_train.flags import parse
+
+    config = parse(ExportConfig, args, command="export", description=EXPORT_DESCRIPTION)
+    from eagle_train.export.write import STEPS, export_draft_head
+
+    exported = export_draft_head(config.draft, config.to, config.out, _target_path(config.target))
+    print(f"{exported.directory}: written for {exported.engine}")
+    if exported.steps:
+        print("\n".join([f"next, bash {exported.directory / STEPS}, which runs:", *exported.steps]))
+    print(f"serve it: {exported.serve}")
+
+
+def run_check(args: Sequence[str]) -> int:
+    from eagle_train.config import CheckConfig
+    from eagle_train.flags import parse
+
+    named = ["--draft", *args] if args and not args[0].startswith("-") else args
+    config = parse(CheckConfig, named, command="check", description=CHECK_DESCRIPTION)
+    from eagle_train.export.check import check_draft_head, format_report
+    from eagle_train.files import write_json
+
+    report = check_draft_head(config.draft, _target_path(config.target))
+    print(format_report(report))
+    if config.json:
+        try:
+            write_json(Path(config.json), report.to_dict())
+        except OSError as error:
+            raise InputError(f"--json {config.json} cannot be written: {error.strerror}") from error
+    return 0 if report.is_sound else 1
+
+
+def _target_path(target: str | None) -> str | None:
+    """--target, with the bundled demo's under its own name."""
+    return str(DEMO_CONFIG.parent / "target") if target == "demo" else target
 
 
 def with_demo_config(args: Sequence[str]) -> list[str]:

@@ -66,9 +66,10 @@ def files_of(folder: str) -> list[Path]:
 @pytest.mark.parametrize(
     ("folder", "forbidden"),
     [
-        ("data", ("model", "objective", "train")),
-        ("model", ("data", "objective", "train")),
-        ("objective", ("data", "train")),
+        ("data", ("model", "objective", "export", "train")),
+        ("model", ("data", "objective", "export", "train")),
+        ("objective", ("data", "export", "train")),
+        ("export", ("data", "objective", "train")),
         ("train", ("__main__",)),
     ],
 )
