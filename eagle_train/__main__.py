@@ -79,7 +79,7 @@ def run_plan(args: Sequence[str]) -> None:
 
 
 def run_export(args: Sequence[str]) -> None:
-    from eagle_train.config import ExportConfig
+    from eagle_train.config_export import ExportConfig
     from eagle_train.flags import parse
 
     config = parse(ExportConfig, args, command="export", description=EXPORT_DESCRIPTION)
@@ -93,7 +93,7 @@ def run_export(args: Sequence[str]) -> None:
 
 
 def run_check(args: Sequence[str]) -> int:
-    from eagle_train.config import CheckConfig
+    from eagle_train.config_export import CheckConfig
     from eagle_train.flags import parse
 
     named = ["--draft", *args] if args and not args[0].startswith("-") else args

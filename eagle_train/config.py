@@ -20,7 +20,6 @@ ISOLATED = "isolated"  # --attn_implementation that keeps the documents of a row
 PACKINGS = ("multipack", "multipack_v1", "multipack_v2", "next_fit", "none")
 MOCK_OPTIONS = ("mock_num_samples", "mock_len", "mock_loss_share", "mock_target")
 MOST_RANKS = 100_000  # that a plan is made for
-EXPORT_FORMATS = ("vllm", "sglang", "speculators", "openvino", "llamacpp")
 # Options that count something: each is at least 1 where it is set.
 COUNTS = (
     "training_seq_len",
@@ -324,46 +323,6 @@ class PlanConfig:
     def __post_init__(self) -> None:
         if not 1 <= self.world_size <= MOST_RANKS:
             raise InputError(f"--world_size is {self.world_size}; it must lie between 1 and {MOST_RANKS}")
-
-
-@dataclass(frozen=True, kw_only=True)
-class ExportConfig:
-    """Options of `python -m eagle_train export`."""
-
-    draft: str = option("", "export", "directory of the draft head")
-    to: str = option("", "export", "engine or format that the directory is for", EXPORT_FORMATS)
-    out: str = option("", "export", "directory to write; new or empty")
-    target: str | None = option(
-        None,
-        "export",
-        "Hugging Face id or directory of the target, or demo; none: the one that the head's run recorded",
-    )
-
-    def __post_init__(self) -> None:
-        for name, remedy in (
-            ("draft", "the directory of a draft head"),
-            ("to", f"one of {', '.join(EXPORT_FORMATS)}"),
-            ("out", "a directory to write"),
-        ):
-            if not getattr(self, name):
-                raise InputError(f"--{name} is not named; name {remedy}")
-
-
-@dataclass(frozen=True, kw_only=True)
-class CheckConfig:
-    """Options of `python -m eagle_train check`."""
-
-    draft: str = option("", "check", "directory of the draft head; the first word does as well")
-    target: str | None = option(
-        None,
-        "check",
-        "Hugging Face id or directory of the target to compare with, or demo; none: no comparison",
-    )
-    json: str | None = option(None, "check", "JSON file for the report")
-
-    def __post_init__(self) -> None:
-        if not self.draft:
-            raise InputError("no draft head is named; write `check DIR`")
 
 
 def _pairs(name: str, texts: Sequence[str]) -> list[tuple[str, str]]:

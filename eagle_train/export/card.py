@@ -160,10 +160,7 @@ def _acceptance(record: RunRecord) -> list[str]:
     lengths = kept.get("eval_acceptance_length")
     if not lengths:
         return []
-    rows = [["expected", *map(_figure, lengths.values())]]
-    measured = record.last("measured").get("acceptance_length") or {}
-    if measured:
-        rows.append(["measured by decoding", *(_figure(measured.get(n)) for n in lengths)])
+    rows = [["expected", *map(_figure, lengths.values())], *_measured(record, kept["step"], list(lengths))]
     rates, hits = kept["eval_acceptance_rate"], kept["eval_top1_agreement"]
     return [
         "## Acceptance",
@@ -176,6 +173,18 @@ def _acceptance(record: RunRecord) -> list[str]:
             [["acceptance_rate", *map(_figure, rates)], ["top1_agreement", *map(_figure, hits)]],
         ),
     ]
+
+
+def _measured(record: RunRecord, step: int, lengths: Sequence[str]) -> list[list[str]]:
+    """A row of the table where the kept head has decoded prompts, with the 95 % interval."""
+    events = [e for e in record.events if e.get("event") == "measured" and e.get("step") == step]
+    cells = {}
+    for event in events:
+        if figure := event.get("acceptance_length"):
+            interval = "" if figure["low"] is None else f" ({figure['low']:.3f} to {figure['high']:.3f})"
+            cells[str(event["num_speculative_tokens"])] = f"{figure['value']:.3f}{interval}"
+    row = ["measured by decoding", *(cells.get(n, "-") for n in lengths)]
+    return [row] if any(n in cells for n in lengths) else []
 
 
 def serving(head: Served, engine: str | None) -> list[str]:

@@ -113,7 +113,8 @@ def _prefix(stored: StoredHead) -> list[Finding]:
         vllm=Effect(REFUSED, f"{why}: no module or parameter of that name"),
         sglang=Effect(WRONG, f"{why}: unknown names are ignored and the head stays random, {BY_SOURCE}"),
     )
-    text = f"{why}; the layout's names are bare: {', '.join(sorted(stored.prefixed))}"
+    names = ", ".join(sorted(stored.prefixed.values()))
+    text = f"{len(stored.prefixed)} names carry a prefix, which has to go: {names}"
     return [Finding(text, True, effects)]
 
 

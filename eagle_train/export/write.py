@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from eagle_train.config import EXPORT_FORMATS
+from eagle_train.config_export import EXPORT_FORMATS
 from eagle_train.errors import InputError
 from eagle_train.export.card import CARD, SPECULATORS_FORMAT, model_card, read_run_record
 from eagle_train.export.check_head import head_findings

@@ -9,6 +9,7 @@ unpickled.
 """
 
 import json
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,6 +28,10 @@ AUX_IDS_KEY = "eagle_aux_hidden_state_layer_ids"
 INDEX = "model.safetensors.index.json"
 # What torch.compile, DDP and a surrounding model put before a name.
 PREFIXES = ("_orig_mod.", "module.", "model.")
+SIZES = (
+    "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim",
+    "num_hidden_layers", "vocab_size", "draft_vocab_size", "max_position_embeddings", "target_hidden_size",
+)  # fmt: skip
 LAYER_FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 
 
@@ -65,6 +70,8 @@ def read_stored_head(directory: str | Path) -> StoredHead:
     tensors = {name: named[own] for name, own in names.items()}
     layout = SPECULATORS if "transformer_layer_config" in config else OFFICIAL
     flat = flat_config(config)
+    if wrong := _ill_typed(flat):
+        raise InputError(f"{directory / 'config.json'} cannot be read: {'; '.join(wrong)}")
     algorithm = _algorithm(flat, tensors)
     if algorithm is None:
         raise InputError(
@@ -171,12 +178,36 @@ def flat_config(config: dict[str, Any]) -> dict[str, Any]:
     """The config as engines read it: speculators' nested layer config with the outer keys over it."""
     layer = config.get("transformer_layer_config")
     if not isinstance(layer, dict):
-        return dict(config)
+        # A null means that the key is absent, but for one that some engines stumble over.
+        return {k: v for k, v in config.items() if v is not None or k == "target_hidden_size"}
     outer = {k: v for k, v in config.items() if k not in ("transformer_layer_config", "architectures")}
     # The outer null of target_hidden_size means "as the draft's"; engines leave it out.
     if outer.get("target_hidden_size") is None:
         outer.pop("target_hidden_size", None)
-    return layer | outer
+    return {key: value for key, value in (layer | outer).items() if value is not None}
+
+
+def _ill_typed(flat: dict[str, Any]) -> list[str]:
+    """Values that the rest of this package would stumble over, each with what it must be."""
+    numbers = {"rms_norm_eps": flat.get("rms_norm_eps"), "rope_theta": flat.get("rope_theta")}
+    numbers["rope_parameters"] = _rope_parameters(flat).get("rope_theta")
+    lists = {AUX_IDS_KEY: flat.get(AUX_IDS_KEY), "eagle_config": _eagle_config(flat).get(AUX_IDS_KEY)}
+    words = {key: flat.get(key) for key in ("architectures", "layer_types")}
+    wrong = [
+        f"{key} is {flat[key]!r}, not a whole number above 0"
+        for key in SIZES
+        if flat.get(key) is not None and (type(flat[key]) is not int or flat[key] < 1)
+    ]
+    wrong += [
+        f"{key} is {value!r}, not a number above 0"
+        for key, value in numbers.items()
+        if value is not None and (type(value) not in (int, float) or not 0 < value < math.inf)
+    ]
+    for named, kind, what in ((lists, int, "layers"), (words, str, "words")):
+        for key, value in named.items():
+            if value is not None and not (isinstance(value, list) and all(type(v) is kind for v in value)):
+                wrong.append(f"{key} is {value!r}, not a list of {what}")
+    return wrong
 
 
 def aux_layer_ids(flat: dict[str, Any]) -> list[int] | None:
@@ -193,11 +224,16 @@ def aux_layer_ids(flat: dict[str, Any]) -> list[int] | None:
 
 def rope_of(flat: dict[str, Any]) -> tuple[float, str]:
     """Rotary base and kind of scaling ("default" for none), from either config schema."""
-    parameters = flat.get("rope_parameters") or flat.get("rope_scaling")
-    parameters = parameters if isinstance(parameters, dict) else {}
-    parameters = parameters.get("full_attention", parameters)
+    parameters = _rope_parameters(flat)
     kind = parameters.get("rope_type") or parameters.get("type") or "default"
     return float(parameters.get("rope_theta") or flat.get("rope_theta") or 10_000.0), kind
+
+
+def _rope_parameters(flat: dict[str, Any]) -> dict[str, Any]:
+    parameters = flat.get("rope_parameters") or flat.get("rope_scaling")
+    parameters = parameters if isinstance(parameters, dict) else {}
+    nested = parameters.get("full_attention")
+    return nested if isinstance(nested, dict) else parameters
 
 
 def unsupported(stored: StoredHead) -> list[str]:

@@ -350,11 +350,18 @@ def test_what_cannot_be_read_ends_in_one_line(head: Path, target_dir: Path, tmp_
     assert "is not JSON" in command("check", head).refusal()
 
 
-@pytest.mark.parametrize("value", [0, -4, "32", 3.5, None, True, [32]])
-def test_sizes_that_are_no_sizes_are_a_fault_and_no_crash(value: Any, head: Path, target_dir: Path) -> None:
+@pytest.mark.parametrize("value", [0, -4, "32", 3.5, True, ["a"], {}])
+def test_values_of_another_type_are_refused_by_name(value: Any, head: Path, target_dir: Path) -> None:
     original = config_in(head)
-    for key in ("hidden_size", "num_attention_heads", "vocab_size"):
+    for key in ("hidden_size", "head_dim", "vocab_size", "num_hidden_layers", "rope_theta", IDS_KEY):
+        if key == "rope_theta" and value == 3.5:
+            continue
         (head / "config.json").write_text(json.dumps(original | {key: value}))
-        report = check_draft_head(head, str(target_dir))
-        assert f"{key} {value!r}" in " ".join(faults(report))
-        assert set(verdicts(report).values()) == {REFUSED}
+        assert f"{key} is {value!r}, not a" in command("check", head, "--target", target_dir).refusal()
+
+
+def test_a_size_that_is_absent_is_a_fault(head: Path, target_dir: Path) -> None:
+    change_config(head, hidden_size=None)
+    report = check_draft_head(head, str(target_dir))
+    assert "hidden_size None" in faults(report)[0]
+    assert set(verdicts(report).values()) == {REFUSED}

@@ -300,8 +300,13 @@ def test_measured_figures_stand_beside_expected_ones(trained: Path, tmp_path: Pa
 
     run_dir = copy_of(trained, tmp_path / "run")
     with (run_dir / "metrics.jsonl").open("a") as file:
-        file.write(json.dumps({"event": "measured", "step": 2, "acceptance_length": {"3": 1.25}}) + "\n")
-    assert "| measured by decoding | 1.250 |" in write_model_card(run_dir).read_text()
+        for step in range(3):
+            figure = {"value": 1.25 + step, "low": 1.0 + step, "high": 1.5 + step}
+            event = {"event": "measured", "step": step, "num_speculative_tokens": 3}
+            file.write(json.dumps(event | {"acceptance_length": figure}) + "\n")
+    step = read_events(run_dir, "end")[-1]["best_step"]
+    row = f"| measured by decoding | {1.25 + step:.3f} ({1 + step:.3f} to {1.5 + step:.3f}) |"
+    assert row in write_model_card(run_dir).read_text()
 
 
 def test_a_head_of_random_tokens_is_not_for_serving(trained: Path, tmp_path: Path) -> None:
