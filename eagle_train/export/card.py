@@ -207,9 +207,7 @@ def serving(head: Served, engine: str | None) -> list[str]:
         )
     sections.append(_engine_section(TENSORRT, head))
     sections += [
-        _code(
-            f"{ENGINES[name]}: writes the steps that convert both models", f"{export} --to {name} --out OUT"
-        )
+        _code(f"{ENGINES[name]}, after the steps that this writes", f"{export} --to {name} --out OUT")
         for name in (OPENVINO, LLAMACPP)
     ]
     return sections

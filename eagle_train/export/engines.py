@@ -107,6 +107,7 @@ def _llamacpp_steps(head: Served) -> list[str]:
     kind = GGUF_TYPES.get(head.dtype, "auto")
     return [
         ': "${LLAMA_CPP:?set LLAMA_CPP to a source tree of llama.cpp that has EAGLE-3}"',
+        "# the converter knows tokenizers by a hash and refuses one that it does not know",
         *lines,
         f"{convert} {target} --outtype {kind} --outfile target.gguf",
         f"{convert} . --target-model-dir {target} --outtype {kind} --outfile draft.gguf",

@@ -110,14 +110,17 @@ def draft_config_of(stored: StoredHead) -> Eagle3Config:
     if ids and len(ids) != 3:
         raise InputError(f"config.json has {AUX_IDS_KEY} {ids}; this package's heads read three layers")
     heads = values["num_attention_heads"]
+    groups = values.get("num_key_value_heads", heads)
+    if heads % groups:
+        raise InputError(f"{path}: {heads} heads cannot share {groups} key-value heads evenly")
     return Eagle3Config(
         hidden_size=values["hidden_size"],
         intermediate_size=values["intermediate_size"],
         num_attention_heads=heads,
-        num_key_value_heads=values.get("num_key_value_heads") or heads,
-        head_dim=values.get("head_dim") or values["hidden_size"] // heads,
+        num_key_value_heads=groups,
+        head_dim=values.get("head_dim", values["hidden_size"] // heads),
         vocab_size=values["vocab_size"],
-        draft_vocab_size=values.get("draft_vocab_size") or values["vocab_size"],
+        draft_vocab_size=values.get("draft_vocab_size", values["vocab_size"]),
         rms_norm_eps=values["rms_norm_eps"],
         rope_theta=rope_of(values)[0],
         max_position_embeddings=values.get("max_position_embeddings", 2048),

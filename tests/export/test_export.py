@@ -10,7 +10,9 @@ import torch
 from safetensors.torch import load_file
 
 from eagle_train.errors import InputError
+from eagle_train.export.card import RunRecord, model_card, write_model_card
 from eagle_train.export.check import check_draft_head
+from eagle_train.export.engines import Served
 from eagle_train.export.write import export_draft_head
 from eagle_train.model.checkpoint import load_draft_head
 from eagle_train.model.target import FrozenTarget, load_target
@@ -279,8 +281,6 @@ def test_a_training_is_exported_with_its_own_target_and_limit(trained: Path, tmp
 
 
 def test_the_card_tells_target_data_acceptance_and_commands(trained: Path, target_dir: Path) -> None:
-    from eagle_train.export.card import write_model_card
-
     path = write_model_card(trained)
     card = path.read_text()
     path.unlink()
@@ -296,8 +296,6 @@ def test_the_card_tells_target_data_acceptance_and_commands(trained: Path, targe
 
 
 def test_measured_figures_stand_beside_expected_ones(trained: Path, tmp_path: Path) -> None:
-    from eagle_train.export.card import write_model_card
-
     run_dir = copy_of(trained, tmp_path / "run")
     with (run_dir / "metrics.jsonl").open("a") as file:
         for step in range(3):
@@ -309,9 +307,22 @@ def test_measured_figures_stand_beside_expected_ones(trained: Path, tmp_path: Pa
     assert row in write_model_card(run_dir).read_text()
 
 
-def test_a_head_of_random_tokens_is_not_for_serving(trained: Path, tmp_path: Path) -> None:
-    from eagle_train.export.card import write_model_card
+def test_a_target_by_its_id_is_the_base_model_and_is_fetched() -> None:
+    head = Served("out dir", "org/name", "official", "bfloat16", (2, 4, 5), True)
+    card = model_card(head, 40, 96, RunRecord({}, ()), "llamacpp")
+    assert card.startswith("---\nbase_model: org/name\n")
+    assert "hf download org/name --local-dir target\n" in card
+    assert "target --outtype bf16 --outfile target.gguf" in card
+    everything = model_card(head, 40, 96, RunRecord({}, ()), None)
+    assert "--speculative-draft-model-path 'out dir'" in everything
+    other = Served("out", "org/name", "official", "bfloat16", (1, 3, 7), False)
+    told = model_card(other, 40, 96, RunRecord({}, ()), None)
+    assert "eagle3_layers_to_capture={0, 2, 6}" in told
+    assert "sglang.launch_server" not in told
+    assert "--to sglang --out OUT" in told
 
+
+def test_a_head_of_random_tokens_is_not_for_serving(trained: Path, tmp_path: Path) -> None:
     mock = copy_of(trained, tmp_path / "mock")
     text = (mock / "run_config.yaml").read_text()
     (mock / "run_config.yaml").write_text(text.replace("mock_data: false", "mock_data: true"))

@@ -158,6 +158,12 @@ def test_what_our_layer_lacks_is_refused_by_name(changes: dict[str, Any], part: 
     assert "eagle_train check" in str(refusal.value)
 
 
+def test_heads_that_do_not_divide_are_refused(saved: Path) -> None:
+    (saved / "config.json").write_text(json.dumps(read(saved) | {"num_key_value_heads": 3}))
+    with pytest.raises(InputError, match="4 heads cannot share 3 key-value heads"):
+        load_draft_head(saved)
+
+
 def test_a_name_that_is_there_twice_is_refused(saved: Path) -> None:
     tensors = load_file(saved / "model.safetensors")
     twice = "midlayer.mlp.up_proj.weight"
