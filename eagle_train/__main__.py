@@ -1,4 +1,4 @@
-"""python -m eagle_train [train|plan|measure|plot] [flags]: `train` when the first word is a flag."""
+"""python -m eagle_train [train|plan|measure|plot|export|check] [flags]: `train` when the first is a flag."""
 
 import os
 import sys
@@ -8,7 +8,7 @@ from pathlib import Path
 
 from eagle_train.errors import InputError, RankError
 
-COMMANDS = ("train", "plan", "measure", "plot")
+COMMANDS = ("train", "plan", "measure", "plot", "export", "check")
 TRAIN_DESCRIPTION = (
     "Train an EAGLE-3 draft head. Without --target, --data and --config: the bundled demo, under the options "
     "of eagle_train/demo/config.yaml."
@@ -22,16 +22,25 @@ MEASURE_DESCRIPTION = (
     "with intervals and by category, and the speed-up over decoding without the head."
 )
 PLOT_DESCRIPTION = "Draw loss, acceptance, fill and speed of one or several runs from their metrics.jsonl."
+EXPORT_DESCRIPTION = (
+    "Write a draft head as the directory that one engine needs, with a model card, and print how it is "
+    "served. OpenVINO and llama.cpp convert it further: the steps are printed and written to steps.sh."
+)
+CHECK_DESCRIPTION = (
+    "`check DIR` looks at a draft head in any published layout: layout and algorithm, every fault and every "
+    "mismatch with --target, and what each engine makes of it. Exit code 0: sound; 1: not sound; 2: cannot "
+    "be read."
+)
 DEMO_CONFIG = Path(__file__).parent / "demo" / "config.yaml"
 
 
 def main(args: Sequence[str]) -> int:
-    """Run a command; 0 on success, 2 on bad input, 130 when interrupted."""
+    """Run a command; 0 on success, 1 for an unsound head in `check`, 2 on bad input, 130 if interrupted."""
     command, rest = (args[0], args[1:]) if args and not args[0].startswith("-") else ("train", args)
     try:
         if command not in COMMANDS:
             raise InputError(f"unknown command {command!r}; the commands are: {', '.join(COMMANDS)}")
-        run_command(command, rest)
+        return run_command(command, rest)
     except InputError as error:
         print(f"eagle_train: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
@@ -45,18 +54,16 @@ def main(args: Sequence[str]) -> int:
         remedy = "; --resume goes on from the last saved state" if command == "train" else ""
         print(f"eagle_train: interrupted{remedy}", file=sys.stderr)
         return 130
-    return 0
 
 
-def run_command(command: str, args: Sequence[str]) -> None:
-    if command == "train":
-        run_train(with_demo_config(args))
-    elif command == "plan":
-        run_plan(with_demo_config(args))
-    elif command == "measure":
-        run_measure(args)
+def run_command(command: str, args: Sequence[str]) -> int:
+    if command == "check":
+        return run_check(args)
+    if command in ("train", "plan"):
+        (run_train if command == "train" else run_plan)(with_demo_config(args))
     else:
-        run_plot(args)
+        {"measure": run_measure, "plot": run_plot, "export": run_export}[command](args)
+    return 0
 
 
 def run_train(args: Sequence[str]) -> None:
@@ -99,6 +106,43 @@ def run_plot(args: Sequence[str]) -> None:
     from eagle_train.train.plots import plot
 
     print(f"plot: {plot(options)}")
+
+
+def run_export(args: Sequence[str]) -> None:
+    from eagle_train.config_export import ExportConfig
+    from eagle_train.flags import parse
+
+    config = parse(ExportConfig, args, command="export", description=EXPORT_DESCRIPTION)
+    from eagle_train.export.write import STEPS, export_draft_head
+
+    exported = export_draft_head(config.draft, config.to, config.out, _target_path(config.target))
+    print(f"{exported.directory}: written for {exported.engine}")
+    if exported.steps:
+        print("\n".join([f"next, bash {exported.directory / STEPS}, which runs:", *exported.steps]))
+    print(f"serve it: {exported.serve}")
+
+
+def run_check(args: Sequence[str]) -> int:
+    from eagle_train.config_export import CheckConfig
+    from eagle_train.flags import parse
+
+    config = parse(CheckConfig, args, command="check", description=CHECK_DESCRIPTION)
+    from eagle_train.export.check import check_draft_head, format_report
+    from eagle_train.files import write_json
+
+    report = check_draft_head(config.draft, _target_path(config.target))
+    print(format_report(report))
+    if config.json:
+        try:
+            write_json(Path(config.json), report.to_dict())
+        except OSError as error:
+            raise InputError(f"--json {config.json} cannot be written: {error.strerror}") from error
+    return 0 if report.is_sound else 1
+
+
+def _target_path(target: str | None) -> str | None:
+    """--target, with the bundled demo's under its own name."""
+    return str(DEMO_CONFIG.parent / "target") if target == "demo" else target
 
 
 def with_demo_config(args: Sequence[str]) -> list[str]:

@@ -66,10 +66,11 @@ def files_of(folder: str) -> list[Path]:
 @pytest.mark.parametrize(
     ("folder", "forbidden"),
     [
-        ("data", ("model", "objective", "train", "decode")),
-        ("model", ("data", "objective", "train", "decode")),
-        ("objective", ("data", "train", "decode")),
-        ("decode", ("train", "__main__")),
+        ("data", ("model", "objective", "decode", "export", "train")),
+        ("model", ("data", "objective", "decode", "export", "train")),
+        ("objective", ("data", "decode", "export", "train")),
+        ("decode", ("export", "train", "__main__")),
+        ("export", ("data", "objective", "decode", "train", "__main__")),
         ("train", ("__main__",)),
     ],
 )

@@ -6,20 +6,26 @@ The embedding is left out: engines share the target's. Default aux layers are le
 engines disagree on what an explicit id means and agree on the default.
 """
 
-import json
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
 from eagle_train.errors import InputError
 from eagle_train.files import write_atomically, write_json
 from eagle_train.model.eagle3 import Eagle3Config, Eagle3DraftHead
+from eagle_train.model.layouts import (
+    AUX_IDS_KEY,
+    StoredHead,
+    aux_layer_ids,
+    read_stored_head,
+    rope_of,
+    unsupported,
+)
 
-AUX_IDS_KEY = "eagle_aux_hidden_state_layer_ids"
+SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def save_draft_head(
@@ -39,24 +45,43 @@ def save_draft_head(
     write_atomically(
         directory / "model.safetensors", lambda path: save_file(tensors, path, metadata={"format": "pt"})
     )
-    write_json(directory / "config.json", _config_json(head.config, target_config, dtype))
+    special = {name: getattr(target_config, name, None) for name in SPECIAL_TOKENS}
+    values = official_config(head.config, str(dtype).removeprefix("torch."), special)
+    num_layers, layers = target_config.num_hidden_layers, head.config.aux_layer_ids
+    if layers is not None and layers != (2, num_layers // 2, num_layers - 3):
+        values[AUX_IDS_KEY] = list(layers)
+    write_json(directory / "config.json", values)
 
 
 def load_draft_head(directory: str | Path) -> Eagle3DraftHead:
-    """A head from a directory in the official layout, float32, with frozen shapes checked.
+    """A head from a directory in the official or the speculators layout (`model/layouts.py`), float32, weight
+    for weight.
 
-    Raises InputError naming the file or each missing, surplus, misshapen or non-finite tensor.
+    Raises InputError naming the file, each missing, surplus, misshapen or non-finite tensor, or the options
+    that our draft layer does not have.
     """
-    directory = Path(directory)
-    config = read_draft_config(directory)
-    tensors = _read_tensors(directory)
-    head = Eagle3DraftHead(config)
+    return draft_head_of(read_stored_head(directory))
+
+
+def draft_head_of(stored: StoredHead) -> Eagle3DraftHead:
+    """As `load_draft_head`, of a directory that was read already."""
+    directory = stored.directory
+    if found := unsupported(stored):
+        raise InputError(
+            f"{directory}: cannot be loaded for training or measuring here: {'; '.join(found)}. "
+            f"`python -m eagle_train check {directory}` says which engines serve it as it is"
+        )
+    head = Eagle3DraftHead(draft_config_of(stored))
     expected = head.state_dict()
-    if config.draft_vocab_size == config.vocab_size:
+    tensors = dict(stored.tensors)
+    if head.config.draft_vocab_size == head.config.vocab_size:
         for name in ("d2t", "t2d"):
             tensors.setdefault(name, expected[name])
     # Some published heads carry the target's embedding; ours is always the target's own.
     tensors.pop("embed_tokens.weight", None)
+    if "t2d" not in tensors and "d2t" in tensors:
+        tensors |= _derived_t2d(tensors["d2t"], head.config)
+    tensors = {stored.prefixed.get(name, name): tensor for name, tensor in tensors.items()}
     problems = [f"{name} is missing" for name in sorted(set(expected) - set(tensors))]
     problems += [f"{name} is not part of the layout" for name in sorted(set(tensors) - set(expected))]
     for name in sorted(set(tensors) & set(expected)):
@@ -74,58 +99,41 @@ def load_draft_head(directory: str | Path) -> Eagle3DraftHead:
     return head
 
 
-def read_draft_config(directory: Path) -> Eagle3Config:
-    """`config.json` of the official layout. Raises InputError naming what is missing."""
-    path = directory / "config.json"
-    if not path.is_file():
-        raise InputError(f"{path} does not exist; name a directory that holds a trained draft head")
-    try:
-        values = json.loads(path.read_text())
-    except json.JSONDecodeError as error:
-        raise InputError(f"{path} is not JSON: {error}") from error
-    if not isinstance(values, dict):
-        raise InputError(f"{path} holds no JSON object; it is not an EAGLE-3 head's config")
+def draft_config_of(stored: StoredHead) -> Eagle3Config:
+    """Sizes of a stored head. Raises InputError naming what its config lacks."""
+    values, path = stored.flat, stored.directory / "config.json"
     required = ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size", "rms_norm_eps")
     missing = [key for key in required if key not in values]
     if missing:
         raise InputError(f"{path} lacks {', '.join(missing)}; it is not an EAGLE-3 head's config")
+    ids = aux_layer_ids(values)
+    if ids and len(ids) != 3:
+        raise InputError(f"config.json has {AUX_IDS_KEY} {ids}; this package's heads read three layers")
     heads = values["num_attention_heads"]
+    groups = values.get("num_key_value_heads", heads)
+    if heads % groups:
+        raise InputError(f"{path}: {heads} heads cannot share {groups} key-value heads evenly")
     return Eagle3Config(
         hidden_size=values["hidden_size"],
         intermediate_size=values["intermediate_size"],
         num_attention_heads=heads,
-        num_key_value_heads=values.get("num_key_value_heads") or heads,
-        head_dim=values.get("head_dim") or values["hidden_size"] // heads,
+        num_key_value_heads=groups,
+        head_dim=values.get("head_dim", values["hidden_size"] // heads),
         vocab_size=values["vocab_size"],
-        draft_vocab_size=values.get("draft_vocab_size") or values["vocab_size"],
+        draft_vocab_size=values.get("draft_vocab_size", values["vocab_size"]),
         rms_norm_eps=values["rms_norm_eps"],
-        rope_theta=_rope_theta(values, path),
+        rope_theta=rope_of(values)[0],
         max_position_embeddings=values.get("max_position_embeddings", 2048),
-        aux_layer_ids=_aux_layer_ids(values),
+        aux_layer_ids=(ids[0], ids[1], ids[2]) if ids else None,
     )
 
 
-def _rope_theta(values: dict[str, Any], path: Path) -> float:
-    """The rotary base, from either config schema. Raises InputError for a scaled rotary embedding."""
-    parameters = values.get("rope_parameters") or values.get("rope_scaling") or {}
-    kind = parameters.get("rope_type") or parameters.get("type") or "default"
-    if kind != "default":
-        raise InputError(
-            f"{path}: rotary scaling of type {kind!r} is not supported; only an unscaled base is"
-        )
-    return float(parameters.get("rope_theta") or values.get("rope_theta") or 10_000.0)
+def official_config(config: Eagle3Config, dtype: str, special: dict[str, Any]) -> dict[str, Any]:
+    """`config.json` of the official layout without aux layers, whose key and meaning differ by engine.
 
-
-def _aux_layer_ids(values: dict[str, Any]) -> tuple[int, int, int] | None:
-    ids = values.get(AUX_IDS_KEY) or (values.get("eagle_config") or {}).get(AUX_IDS_KEY)
-    if ids and len(ids) != 3:
-        raise InputError(f"config.json has {AUX_IDS_KEY} {ids}; this package's heads read three layers")
-    return (ids[0], ids[1], ids[2]) if ids else None
-
-
-def _config_json(config: Eagle3Config, target_config: Any, dtype: torch.dtype) -> dict[str, Any]:
-    num_layers = target_config.num_hidden_layers
-    values: dict[str, Any] = {
+    special: ids under the names of `SPECIAL_TOKENS`.
+    """
+    return {
         "architectures": ["LlamaForCausalLMEagle3"],
         "model_type": "llama",
         "hidden_size": config.hidden_size,
@@ -143,28 +151,9 @@ def _config_json(config: Eagle3Config, target_config: Any, dtype: torch.dtype) -
         "attention_bias": False,
         "mlp_bias": False,
         "tie_word_embeddings": False,
-        "torch_dtype": str(dtype).removeprefix("torch."),
+        "torch_dtype": dtype,
+        **special,
     }
-    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
-        values[name] = getattr(target_config, name, None)
-    if config.aux_layer_ids not in (None, (2, num_layers // 2, num_layers - 3)):
-        values[AUX_IDS_KEY] = list(config.aux_layer_ids)
-    return values
-
-
-def _read_tensors(directory: Path) -> dict[str, Tensor]:
-    files = sorted(directory.glob("*.safetensors"))
-    if (directory / "model.safetensors") in files:
-        files = [directory / "model.safetensors"]
-    if not files:
-        raise InputError(f"{directory} holds no .safetensors file; other weight formats are not unpickled")
-    tensors: dict[str, Tensor] = {}
-    for path in files:
-        try:
-            tensors |= load_file(path)
-        except SafetensorError as error:
-            raise InputError(f"{path} is not a sound safetensors file: {error}") from error
-    return tensors
 
 
 def _check_maps(head: Eagle3DraftHead, directory: Path) -> None:
@@ -176,3 +165,15 @@ def _check_maps(head: Eagle3DraftHead, directory: Path) -> None:
             f"{directory}: d2t and t2d disagree; d2t must hold offsets (target id = i + d2t[i]) of "
             "the ids in t2d"
         )
+
+
+def _derived_t2d(d2t: Tensor, config: Eagle3Config) -> dict[str, Tensor]:
+    """The second map where a file holds the first alone, as engines read no other; nothing where that is
+    out of range.
+    """
+    ids = d2t.long() + torch.arange(len(d2t))
+    if d2t.ndim != 1 or not bool(((ids >= 0) & (ids < config.vocab_size)).all()):
+        return {}
+    t2d = torch.zeros(config.vocab_size, dtype=torch.bool)
+    t2d[ids] = True
+    return {"t2d": t2d}

@@ -1,0 +1,231 @@
+"""The model card beside the weights: what the head was trained on, how well it drafts, how it is served."""
+
+import json
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from eagle_train.errors import InputError
+from eagle_train.export.engines import TARGET_WORD, Served, serve_command, steps
+from eagle_train.export.findings import ENGINES, LLAMACPP, OPENVINO, SGLANG, TENSORRT, VLLM
+from eagle_train.files import write_atomically
+from eagle_train.model.layouts import OFFICIAL, aux_layer_ids, read_config_json
+
+CARD = "README.md"
+DEMO_TARGET = Path(__file__).resolve().parents[1] / "demo" / "target"
+SPECULATORS_FORMAT = "speculators"
+# What of a run's options tells how a head came about.
+SHOWN_OPTIONS = (
+    "ttt_steps", "training_seq_len", "packing", "num_epochs", "max_steps", "learning_rate", "weight_decay",
+    "step_decay", "dtype", "seed",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class RunRecord:
+    """What a training left beside its head; empty for a head from elsewhere.
+
+    options: `run_config.yaml`; events: the lines of `metrics.jsonl`.
+    """
+
+    options: Mapping[str, Any]
+    events: Sequence[Mapping[str, Any]]
+
+    @property
+    def target(self) -> str | None:
+        """The target's id or directory; None where it is not recorded."""
+        name = self.options.get("target")
+        return str(DEMO_TARGET) if name == "demo" else name
+
+    @property
+    def is_mock(self) -> bool:
+        """Whether the head was trained on random tokens."""
+        return bool(self.options.get("mock_data"))
+
+    def last(self, event: str) -> Mapping[str, Any]:
+        """The last event of a kind; empty where there is none."""
+        return next((values for values in reversed(self.events) if values.get("event") == event), {})
+
+    def kept_validation(self) -> Mapping[str, Any]:
+        """The validation of the head that was kept; empty where nothing was held out."""
+        validations = [values for values in self.events if values.get("event") == "validation"]
+        best = self.last("end").get("best_step")
+        chosen = [values for values in validations if values.get("step") == best]
+        return chosen[-1] if chosen else max(validations, key=_longest, default={})
+
+
+def _longest(validation: Mapping[str, Any]) -> float:
+    lengths = list((validation.get("eval_acceptance_length") or {}).values())
+    return lengths[-1] or 0.0 if lengths else 0.0
+
+
+def read_run_record(directory: Path) -> RunRecord:
+    """The record beside a head. Raises InputError where it is there but broken."""
+    options_path, events_path = directory / "run_config.yaml", directory / "metrics.jsonl"
+    try:
+        options = yaml.safe_load(options_path.read_text()) if options_path.is_file() else {}
+        lines = events_path.read_text().splitlines() if events_path.is_file() else []
+        events = [json.loads(line) for line in lines]
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, json.JSONDecodeError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise InputError(f"{directory}: the record of its training cannot be read ({reason})") from error
+    return RunRecord(options if isinstance(options, dict) else {}, events)
+
+
+def write_model_card(directory: str | Path) -> Path:
+    """Write the card of a finished training into its output directory, from what lies there; returns its
+    path.
+
+    Raises InputError where the head's config or the record cannot be read.
+    """
+    directory = Path(directory)
+    record, flat = read_run_record(directory), read_config_json(directory)
+    explicit = aux_layer_ids(flat)
+    served = Served(
+        draft=str(directory),
+        target=record.target or TARGET_WORD,
+        layout=OFFICIAL,
+        dtype=flat.get("torch_dtype", "float32"),
+        aux_layer_ids=explicit or record.options.get("aux_layer_ids"),
+        is_default=explicit is None,
+    )
+    text = model_card(served, flat["draft_vocab_size"], flat["vocab_size"], record, None)
+    path = directory / CARD
+    write_atomically(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
+    return path
+
+
+def model_card(
+    head: Served, draft_vocab_size: int, vocab_size: int, record: RunRecord, engine: str | None
+) -> str:
+    """The card as Markdown. engine: the one that the directory was exported for; None: a training's own."""
+    is_local = head.target == TARGET_WORD or Path(head.target).is_dir()
+    front = [
+        "---",
+        *([] if is_local else [f"base_model: {head.target}"]),
+        "tags: [eagle3, speculative-decoding]",
+    ]
+    layers = ", ".join(map(str, head.aux_layer_ids)) if head.aux_layer_ids else "the default (2, L//2, L-3)"
+    facts = {
+        "target": head.target if head.target != TARGET_WORD else "not recorded",
+        "algorithm": "EAGLE-3 (one Llama layer), trained with eagle_train",
+        "aux layers": f"{layers} (the states that enter these layers)",
+        "draft vocabulary": f"{draft_vocab_size:,} of {vocab_size:,} tokens",
+        "weights": f"safetensors, {head.dtype}, {head.layout} layout",
+    }
+    if not record.options:
+        facts["algorithm"] = "EAGLE-3 (one Llama layer)"
+    if length := record.options.get("training_seq_len"):
+        facts["trained length"] = f"documents of up to {length:,} tokens; the position limit is the target's"
+    sections = [
+        "\n".join([*front, "---"]),
+        "# Draft head for speculative decoding",
+        _table(["", ""], [[name, value] for name, value in facts.items()]),
+        *_training(record),
+        *_acceptance(record),
+        *(["## Serving", "Not for serving: it was trained on random tokens."] if record.is_mock else []),
+        *([] if record.is_mock else ["## Serving", *serving(head, engine)]),
+        "## Licence",
+        "Not stated by the trainer. Choose one that the target's licence and the data's terms allow, and "
+        "name it here.",
+    ]
+    return "\n\n".join(sections) + "\n"
+
+
+def _training(record: RunRecord) -> list[str]:
+    if not record.options:
+        return []
+    options, start = record.options, record.last("start")
+    data = ", ".join(f"`{name}`" for name in options.get("data") or ()) or (
+        "random tokens" if record.is_mock else "the bundled demo's conversations"
+    )
+    lines = [f"Data: {data}"]
+    if start:
+        lines[0] += f" ({start['train_samples']:,} samples, {start['train_tokens']:,} tokens)"
+        if (share := start.get("target_own_token_share")) is not None:
+            lines[0] += f"; {share:.1%} of the first answers' tokens are the target's own arg-max"
+    if options.get("eval_data"):
+        lines.append(f"Held out: {', '.join(f'`{name}`' for name in options['eval_data'])}")
+    shown = [f"`--{name} {options[name]}`" for name in SHOWN_OPTIONS if options.get(name) is not None]
+    return ["## Training", ".\n\n".join(lines) + ".", "Options: " + ", ".join(shown) + "."]
+
+
+def _acceptance(record: RunRecord) -> list[str]:
+    """The table of the kept head's validation; nothing where nothing was validated."""
+    kept = record.kept_validation()
+    lengths = kept.get("eval_acceptance_length")
+    if not lengths:
+        return []
+    rows = [["expected", *map(_figure, lengths.values())], *_measured(record, kept["step"], list(lengths))]
+    rates, hits = kept["eval_acceptance_rate"], kept["eval_top1_agreement"]
+    return [
+        "## Acceptance",
+        f"On held-out answers, at step {kept['step']:,}. Acceptance length: tokens emitted per verify step, "
+        "the bonus token included, when n tokens are drafted in a chain; expected: walked over the answers "
+        "as a greedy decoder would.",
+        _table(["acceptance length, n =", *lengths], rows),
+        _table(
+            ["depth", *map(str, range(len(rates)))],
+            [["acceptance_rate", *map(_figure, rates)], ["top1_agreement", *map(_figure, hits)]],
+        ),
+    ]
+
+
+def _measured(record: RunRecord, step: int, lengths: Sequence[str]) -> list[list[str]]:
+    """A row of the table where the kept head has decoded prompts, with the 95 % interval."""
+    events = [e for e in record.events if e.get("event") == "measured" and e.get("step") == step]
+    cells = {}
+    for event in events:
+        if figure := event.get("acceptance_length"):
+            interval = "" if figure["low"] is None else f" ({figure['low']:.3f} to {figure['high']:.3f})"
+            cells[str(event["num_speculative_tokens"])] = f"{figure['value']:.3f}{interval}"
+    row = ["measured by decoding", *(cells.get(n, "-") for n in lengths)]
+    return [row] if any(n in cells for n in lengths) else []
+
+
+def serving(head: Served, engine: str | None) -> list[str]:
+    """Paragraphs on how to serve: for the engine of an export, or for all."""
+    if engine is not None:
+        engines = (VLLM, LLAMACPP) if engine == SPECULATORS_FORMAT else (engine,)
+        return [_engine_section(name, head) for name in engines]
+    export = (
+        f"python -m eagle_train export --draft {shlex.quote(head.draft)} --target {shlex.quote(head.target)}"
+    )
+    sections = [_engine_section(VLLM, head)]
+    if head.is_default:
+        sections.append(_engine_section(SGLANG, head))
+    else:
+        sections.append(
+            _code(
+                "SGLang reads its aux layers from another key; export first",
+                f"{export} --to sglang --out OUT",
+            )
+        )
+    sections.append(_engine_section(TENSORRT, head))
+    sections += [
+        _code(f"{ENGINES[name]}, after the steps that this writes", f"{export} --to {name} --out OUT")
+        for name in (OPENVINO, LLAMACPP)
+    ]
+    return sections
+
+
+def _engine_section(engine: str, head: Served) -> str:
+    lines = [*steps(engine, head), serve_command(engine, head) or ""]
+    return _code(ENGINES[engine], "\n".join(lines))
+
+
+def _code(title: str, text: str) -> str:
+    return f"{title}:\n\n```\n{text}\n```"
+
+
+def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _figure(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"

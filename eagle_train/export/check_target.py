@@ -1,0 +1,149 @@
+"""What a draft head and the target that it is served with must have in common."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from transformers.utils.hub import cached_file
+
+from eagle_train.errors import InputError
+from eagle_train.export.findings import (
+    BY_SOURCE,
+    OPENVINO,
+    REFUSED,
+    TENSORRT,
+    VLLM,
+    WRONG,
+    Effect,
+    Finding,
+    everywhere,
+    of_engines,
+)
+from eagle_train.model.layouts import EAGLE1, INDEX, StoredHead, aux_layer_ids, read_weight_map, rope_of
+
+# How families call the token embedding; what stands before differs.
+EMBEDDING_NAMES = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "embed_in.weight")
+TRAINED_COSINE = 0.9  # mean cosine of rows with the target's, below which they are not the target's at all
+
+
+def target_findings(stored: StoredHead, target_config: Any, embedding_VH: Tensor | None) -> list[Finding]:
+    """Every mismatch with the target. target_config: its text config; embedding_VH: its token embedding,
+    asked for where the head has one of its own.
+    """
+    found = _size_findings(stored, target_config) + _rope_findings(stored, target_config)
+    if stored.algorithm != EAGLE1:
+        found += _aux_findings(stored, target_config.num_hidden_layers)
+    own = stored.tensors.get("embed_tokens.weight")
+    if own is not None and embedding_VH is not None:
+        found += _embedding_findings(own, embedding_VH)
+    return found
+
+
+def _size_findings(stored: StoredHead, target_config: Any) -> list[Finding]:
+    flat, found = stored.flat, []
+    read = flat.get("target_hidden_size") or flat.get("hidden_size")
+    if read != target_config.hidden_size:
+        why = f"the head reads states of hidden size {read}, the target's are {target_config.hidden_size}"
+        found.append(Finding(f"{why}; it belongs to another target", True, everywhere(REFUSED, why)))
+    if flat.get("vocab_size") != target_config.vocab_size:
+        why = f"vocab_size is {flat.get('vocab_size')}, the target's {target_config.vocab_size}"
+        effects = everywhere(WRONG, f"{why}, {BY_SOURCE}")
+        found.append(Finding(f"{why}; it belongs to another target", True, effects))
+    limit = getattr(target_config, "max_position_embeddings", None)
+    own = flat.get("max_position_embeddings", 2048)
+    if limit is not None and own < limit:
+        why = f"max_position_embeddings is {own}, the target's {limit}"
+        effects = everywhere(WRONG, f"{why}: fails or drafts badly beyond {own} tokens")
+        found.append(Finding(f"{why}; write the target's", True, effects))
+    elif limit is not None and own > limit:
+        found.append(Finding(f"max_position_embeddings is {own}, above the target's {limit}", False))
+    return found
+
+
+def _rope_findings(stored: StoredHead, target_config: Any) -> list[Finding]:
+    theta, kind = rope_of(stored.flat)
+    target_theta, target_kind = rope_of(target_config.to_dict())
+    found = []
+    if theta != target_theta:
+        why = f"rope_theta is {theta:,.0f}, the target's {target_theta:,.0f}"
+        effects = everywhere(WRONG, f"{why}: right only if the head was trained so")
+        found.append(Finding(f"{why}; write the base that the head was trained with", True, effects))
+    if kind != target_kind:
+        why = f"rotary scaling is {kind!r}, the target's {target_kind!r}"
+        found.append(Finding(f"{why}: right if the head was trained so (heads of this package are)", False))
+    return found
+
+
+def _aux_findings(stored: StoredHead, num_layers: int) -> list[Finding]:
+    ids = aux_layer_ids(stored.flat)
+    if ids is None:
+        if num_layers >= 7:
+            return []
+        why = f"the default aux layers of a target with {num_layers} layers coincide"
+        effects = everywhere(
+            WRONG,
+            f"{why}, {BY_SOURCE}",
+            vllm=Effect(REFUSED, f"{why}: two states are read where three are needed"),
+            openvino=Effect(REFUSED, f"{why}; its default needs 10 layers"),
+        )
+        if num_layers <= 5:
+            effects |= of_engines(REFUSED, f"{why}, {BY_SOURCE}", TENSORRT)
+        return [Finding(f"{why}; write the layers that the head was trained on", True, effects)]
+    if not all(0 <= layer_id < num_layers for layer_id in ids):
+        why = f"aux layers {ids} lie outside the target's {num_layers} layers"
+        return [Finding(why, True, everywhere(REFUSED, f"{why}, {BY_SOURCE}"))]
+    if ids != sorted(set(ids)):
+        why = f"aux layers {ids} do not rise"
+        effects = of_engines(WRONG, f"{why}: sorted and made distinct", VLLM)
+        effects |= of_engines(WRONG, f"{why}, {BY_SOURCE}", OPENVINO)
+        return [Finding(why, True, effects)]
+    return []
+
+
+def _embedding_findings(own_VH: Tensor, target_VH: Tensor) -> list[Finding]:
+    """Engines read the head's own embedding where it has one, so it must be the target's or be trained."""
+    if own_VH.shape != target_VH.shape:
+        why = f"embed_tokens.weight is {list(own_VH.shape)}, the target's {list(target_VH.shape)}"
+        return [Finding(why, True, everywhere(WRONG, why))]
+    if torch.equal(own_VH, target_VH.to(own_VH.dtype)):
+        return []
+    cosine = torch.nn.functional.cosine_similarity(own_VH.float(), target_VH.float(), dim=1).mean().item()
+    if cosine >= TRAINED_COSINE:
+        text = f"embed_tokens.weight is not quite the target's (mean cosine {cosine:.3f}): trained on"
+        return [Finding(text, False)]
+    why = f"embed_tokens.weight is not the target's (mean cosine {cosine:.3f})"
+    text = f"{why}: untrained, or another model's; leave it out, and engines share the target's"
+    return [Finding(text, True, everywhere(WRONG, why))]
+
+
+def read_target_embedding(name_or_path: str) -> Tensor:
+    """The target's token embedding `[V, H]` alone, in the file's dtype. Raises InputError where it is not
+    found.
+    """
+    try:
+        name, path = _find_embedding(name_or_path)
+        with safe_open(path, framework="pt") as file:
+            return file.get_tensor(name)
+    except (OSError, SafetensorError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise InputError(f"--target {name_or_path}: its weights cannot be read ({reason})") from error
+
+
+def _find_embedding(name_or_path: str) -> tuple[str, Path]:
+    """Name and file of the embedding, so that of a sharded target one shard is read."""
+    single = cached_file(name_or_path, "model.safetensors", _raise_exceptions_for_missing_entries=False)
+    if single is not None:
+        with safe_open(single, framework="pt") as file:
+            files = dict.fromkeys(file.keys(), "model.safetensors")
+    else:
+        index = cached_file(name_or_path, INDEX, _raise_exceptions_for_missing_entries=False)
+        files = read_weight_map(Path(index)) if index else {}
+    names = [name for name in files if name.endswith(EMBEDDING_NAMES) and "vision" not in name]
+    if len(names) != 1:
+        raise InputError(
+            f"--target {name_or_path}: {len(names)} tensors look like its token embedding; it must have one "
+            f"that ends in {' or '.join(EMBEDDING_NAMES[:2])}"
+        )
+    return names[0], Path(cached_file(name_or_path, files[names[0]]))
