@@ -11,6 +11,7 @@ import yaml
 from eagle_train.config import TrainConfig
 from eagle_train.data.plan_figures import plan_figures
 from eagle_train.errors import InputError
+from eagle_train.export.card import CARD
 from eagle_train.train.prepare import DEMO_NAME, Prepared
 from eagle_train.train.report import format_facts, format_figure, format_shapes
 from eagle_train.train.schedule import Schedule
@@ -28,7 +29,7 @@ FREE_ON_RESUME = {
 NOT_TAKEN_OVER = {"device", "max_steps", "eval_every", "save_every", "num_threads"}
 RUN_CONFIG = "run_config.yaml"
 METRICS = "metrics.jsonl"
-RUN_FILES = (RUN_CONFIG, METRICS, "model.safetensors", "config.json")
+RUN_FILES = (RUN_CONFIG, METRICS, "model.safetensors", "config.json", CARD)
 RUN_FOLDERS = ("state", "state.new", "state.old")
 
 

@@ -10,6 +10,7 @@ from tqdm import tqdm
 
 from eagle_train.config import TrainConfig
 from eagle_train.decode.results import Prompt
+from eagle_train.export.card import write_model_card
 from eagle_train.objective.acceptance import AcceptanceTotals
 from eagle_train.objective.losses import PLAIN_CHUNKS, ChunkFunctions
 from eagle_train.objective.unroll import UnrolledSums
@@ -154,6 +155,8 @@ def finish(run: Run) -> None:
     )
     say(run, summary(run.state, run.baseline, run.output_dir, run.config, figures))
     run.log.write("end", run.state.step, {"best_step": run.state.best_step, **figures})
+    if run.ranks.is_first:
+        write_model_card(run.output_dir)
 
 
 def say(run: Run, text: str) -> None:
