@@ -121,7 +121,7 @@ def assert_same_run(left: Path, right: Path) -> None:
 def test_a_run_leaves_head_config_metrics_and_state(reference: tuple[Workplace, Outcome]) -> None:
     output = reference[0].output
     names = {path.name for path in output.iterdir()}
-    assert names == {"model.safetensors", "config.json", "run_config.yaml", "metrics.jsonl", "state"}
+    assert names == {"model.safetensors", "config.json", "run_config.yaml", "metrics.jsonl", "README.md", "state"}
     assert {path.name for path in (output / "state").iterdir()} == {*STATE_FILES, "state.json"}
     assert state_of(output)["step"] == 6
 
@@ -536,8 +536,8 @@ def test_a_step_without_supervision_changes_nothing_and_is_counted(
     windows, heads, steps = loop.Schedule.windows, [], []
     train_step = loop.train_step
 
-    def with_a_gap(*args: Any) -> Iterator[Any]:
-        for index, window in enumerate(windows(*args)):
+    def with_a_gap(*args: Any, **options: Any) -> Iterator[Any]:
+        for index, window in enumerate(windows(*args, **options)):
             yield replace(window, batches=[empty]) if index == 1 else window
 
     def watch(run: loop.Run, window: Any) -> Any:
