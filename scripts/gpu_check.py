@@ -164,7 +164,7 @@ def compiled_objective(args: argparse.Namespace, longest: int, granularity: int)
     prepared = prepare(config)
     sizes = range(granularity, longest + 1, granularity)
     shapes = [Shape(1, slots, rows) for slots in sizes for rows in sizes if rows <= slots]
-    compiled = compile_objective(prepared.head, len(shapes))
+    compiled = compile_objective(prepared.head)
     assert graphs_so_far() == compiled.at_start
     warm_up(compiled, prepared.head, prepared.target, shapes, granularity, progress=False)
     return prepared, compiled

@@ -257,7 +257,8 @@ def test_validation_figures_do_not_depend_on_batching(target: FrozenTarget, samp
     head = fitted_head(target, 48, samples, K)
     grid = [flat(measure(head, target, samples, *cell)) for cell in CELLS]
     assert len(grid) == len(CELLS) == 9
-    assert len(grid[0]) == 1 + 3 * K + 2 + 1 + 2 + 1 + 1 + 1
+    per_position = 3 + 5  # of the walks at n = 3 and 5
+    assert len(grid[0]) == 1 + 3 * K + 2 + per_position + 1 + 2 + 1 + 1 + 1
     assert all(0.1 < value < 0.6 for value in measure(head, target, samples)["top1_agreement"])
     for figures in grid[1:]:
         assert figures == pytest.approx(grid[0], rel=1e-6, abs=1e-6)

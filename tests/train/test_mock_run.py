@@ -197,8 +197,8 @@ def test_waiting_for_data_is_part_of_a_step_and_shown_as_its_share(
 ) -> None:
     windows, wait = loop.Schedule.windows, 0.1
 
-    def slowly(*args: Any) -> Iterator[Any]:
-        for window in windows(*args):
+    def slowly(*args: Any, **options: Any) -> Iterator[Any]:
+        for window in windows(*args, **options):
             time.sleep(wait)
             yield window
 
