@@ -316,7 +316,7 @@ def main() -> int:
     results: dict[str, Any] = {"command": sys.argv[1:], "sections": {}}
     for name in tqdm(["device", *args.sections], desc="sections", unit="section"):
         left = args.seconds - (time.perf_counter() - started)
-        outcome = fenced(name, args, min(SECTIONS[name][1], max(left, 1)))
+        outcome = fenced(name, args, min(SECTIONS[name][1], max(left, 0)))
         results["sections"][name] = outcome
         results["seconds"] = time.perf_counter() - started
         write_json(args.json, results)
