@@ -49,8 +49,9 @@ def measure_run(run: Run) -> None:
     mine = run.prompts[run.ranks.rank :: run.ranks.world_size]
     # Compiled functions know the planned shapes only; decoding has others at each step, and runs eager.
     with torch.compiler.set_stance("force_eager"):
-        results = decode(run, mine) if mine else []
-        steps, emitted = walked(run, mine, results) if mine else (0, 0)
+        mine_measured = run.ranks.together(lambda: decode_and_walk(run, mine))
+    assert mine_measured is not None
+    results, steps, emitted = mine_measured
     figures = acceptance_figures([result for part in run.ranks.gather(results) for result in part])
     steps, emitted = (round(value) for value in run.ranks.sum([steps, emitted]))
     expected = emitted / steps if steps else None
@@ -69,6 +70,12 @@ def measure_run(run: Run) -> None:
     if run.config.select_by == "measured":
         length = figures.acceptance_length
         keep_if_longest(run, length.value if length else None)
+
+
+def decode_and_walk(run: Run, prompts: list[Prompt]) -> tuple[list[PromptResult], int, int]:
+    """One rank's part of a measurement; more ranks than prompts leave some without any."""
+    results = decode(run, prompts) if prompts else []
+    return results, *(walked(run, prompts, results) if prompts else (0, 0))
 
 
 def decode(run: Run, prompts: list[Prompt]) -> list[PromptResult]:

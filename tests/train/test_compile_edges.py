@@ -35,7 +35,7 @@ from eagle_train.train.distributed import UNSUPPORTED_LAUNCHES, join
 from eagle_train.train.evaluate import micro_batch_sums
 from eagle_train.train.prepare import choose_rank_device
 from eagle_train.train.schedule import Position, Schedule
-from tests.commands import read_events, run, write_conversations
+from tests.commands import read_events, run, write_conversations, write_jsonl
 from tests.tiny import tiny_target, write_target
 from tests.train.test_distributed import launch
 
@@ -78,6 +78,32 @@ def test_any_number_of_unplanned_shapes_is_counted_and_ends_no_run(
     assert last["recompiles_after_warmup"] > 10
     assert last["eager_fallbacks"] == 0
     assert len(re.findall(r"^note: step \d+ compiled anew, for the unplanned shape", outcome.out, re.M)) > 10
+
+
+@pytest.mark.parametrize("form", [{}, {"packing": "none", "padding_free": "false", "batch_size": 2}])
+def test_measuring_checkpointing_and_workers_meet_no_new_shape(
+    form: dict[str, Any], tmp_path: Path, target_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Decoding has other shapes at each step, a checkpoint runs functions again in the backward, and batches
+    of worker processes come in shared memory: none may compile anything behind the warm-up.
+    """
+    monkeypatch.setattr(running, "why_not_compiled", lambda *args, **options: None)  # asks the C++ compiler
+    options = {
+        "target": target_dir,
+        "data": write_conversations(tmp_path / "data.jsonl", 9),
+        "eval_data": write_conversations(tmp_path / "heldout.jsonl", 5),
+        "measure_prompts": write_jsonl(tmp_path / "prompts.jsonl", [{"prompt": "one two"}]),
+        "measure_max_new_tokens": 8, "measure_every": 1, "eval_every": 1, "training_seq_len": 192,
+        "bucket_granularity": 64, "ttt_steps": 3, "dtype": "float32", "device": "cpu", "num_threads": 1,
+        "gradient_checkpointing": "true", "num_workers": 2, "num_epochs": 1, "log_every": 1,
+        "torch_compile": "true", "compile_target": "true", "output_dir": tmp_path / "out",
+    }  # fmt: skip
+    outcome = run(*words(options | form))
+    assert outcome.code == 0, outcome.err
+    end = read_events(tmp_path / "out", "end")[-1]
+    assert end["graphs_compiled"] > 0
+    assert (end["recompiles_after_warmup"], end["eager_fallbacks"]) == (0, 0)
+    assert len(read_events(tmp_path / "out", "measured")) == end["step"] + 1 > 1
 
 
 def test_warm_up_runs_no_shape_whose_parts_are_compiled_and_misses_no_graph(

@@ -9,8 +9,10 @@ import torch
 
 from eagle_train.decode.figures import acceptance_figures
 from eagle_train.decode.results import PromptResult
+from eagle_train.errors import InputError
 from eagle_train.model.checkpoint import load_draft_head
 from eagle_train.train import selection
+from eagle_train.train.distributed import Ranks
 from eagle_train.train.selection import format_measured
 from tests.commands import read_events, run, write_conversations, write_jsonl
 
@@ -116,6 +118,26 @@ def test_the_head_kept_is_the_one_that_measured_best(
     kept = load_draft_head(output).state_dict()
     assert all(torch.equal(kept[name], value) for name, value in seen[2].items())
     assert any(not torch.equal(kept[name], value) for name, value in seen[4].items())
+
+
+def test_what_goes_wrong_in_one_rank_s_measurement_is_told_to_all(
+    data: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank that gave up alone would leave the others waiting for its results."""
+    gathered: list[Any] = []
+    gather = Ranks.gather
+
+    def heard(ranks: Ranks, value: Any) -> list[Any]:
+        gathered.append(value)
+        return gather(ranks, value)
+
+    def decode(*_: Any) -> list[PromptResult]:
+        raise InputError("cannot be decoded")
+
+    monkeypatch.setattr(Ranks, "gather", heard)
+    monkeypatch.setattr(selection, "decode", decode)
+    assert train(data | OPTIONS, tmp_path / "run").refusal() == "eagle_train: cannot be decoded"
+    assert gathered[-1] == "cannot be decoded"
 
 
 @pytest.mark.parametrize(
