@@ -167,6 +167,11 @@ def start(config: TrainConfig, ranks: Ranks) -> Run:
         assert loaded is not None
         state = loaded
         ranks.require_agreement({"data": digest, "saved state": f"{state.step} {state.position}"})
+        if config.patience is not None and state.checks_since_best >= config.patience:
+            raise InputError(
+                f"--resume: --patience {config.patience} ended {output_dir} at step {state.step}; raise it, or "
+                "give --patience none, to go on"
+            )
         if state.data_digest != digest:
             raise InputError(
                 f"--resume: the data differ from those of {output_dir}; restore them or start anew"

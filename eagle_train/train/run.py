@@ -140,8 +140,11 @@ def over_ranks(run: Run, counts: dict[str, int]) -> dict[str, int]:
 
 
 def compile_counts(run: Run) -> dict[str, int]:
-    """What Dynamo did, over all ranks; nothing where nothing is compiled."""
-    return over_ranks(run, run.compiled.counts()) if run.compiled else {}
+    """What Dynamo did, the most of any rank; nothing where nothing is compiled."""
+    if run.compiled is None:
+        return {}
+    of_ranks = run.ranks.gather(run.compiled.counts())
+    return {name: max(counts[name] for counts in of_ranks) for name in of_ranks[0]}
 
 
 def finish(run: Run) -> None:

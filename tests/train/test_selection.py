@@ -96,6 +96,9 @@ def test_patience_ends_a_run_behind_its_peak_and_keeps_the_peak(
     state = json.loads((output / "state" / "state.json").read_text())
     assert state["step"] == last_step
     assert state["best_acceptance_length"] == max(lengths[: last_step + 1])
+    if last_step == 3:
+        refused = train(options | {"patience": 2, "resume": "true"}, output).refusal()
+        assert "--patience 2 ended" in refused
 
 
 def test_the_head_kept_is_the_one_that_measured_best(
