@@ -169,7 +169,7 @@ def start(config: TrainConfig, ranks: Ranks) -> Run:
         ranks.require_agreement({"data": digest, "saved state": f"{state.step} {state.position}"})
         if config.patience is not None and state.checks_since_best >= config.patience:
             raise InputError(
-                f"--resume: --patience {config.patience} ended {output_dir} at step {state.step}; raise it, or "
+                f"--resume: --patience {config.patience} ended the run at step {state.step}; raise it, or "
                 "give --patience none, to go on"
             )
         if state.data_digest != digest:

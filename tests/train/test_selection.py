@@ -98,7 +98,7 @@ def test_patience_ends_a_run_behind_its_peak_and_keeps_the_peak(
     assert state["best_acceptance_length"] == max(lengths[: last_step + 1])
     if last_step == 3:
         refused = train(options | {"patience": 2, "resume": "true"}, output).refusal()
-        assert "--patience 2 ended" in refused
+        assert "--patience 2 ended the run at step 3" in refused
 
 
 def test_the_head_kept_is_the_one_that_measured_best(
