@@ -43,7 +43,7 @@ from eagle_train.errors import InputError
 from eagle_train.files import write_json
 from eagle_train.model.attention import DocumentLayout, dense_attention, unrolled_attention
 from eagle_train.train import compile as compile_module
-from eagle_train.train.compile import Compiled, compile_objective, graphs_so_far, warm_up
+from eagle_train.train.compile import Compiled, compile_objective, warm_up
 from eagle_train.train.evaluate import micro_batch_sums
 from eagle_train.train.prepare import Prepared, prepare
 
@@ -165,7 +165,6 @@ def compiled_objective(args: argparse.Namespace, longest: int, granularity: int)
     sizes = range(granularity, longest + 1, granularity)
     shapes = [Shape(1, slots, rows) for slots in sizes for rows in sizes if rows <= slots]
     compiled = compile_objective(prepared.head, len(shapes))
-    assert graphs_so_far() == compiled.at_start
     warm_up(compiled, prepared.head, prepared.target, shapes, granularity, progress=False)
     return prepared, compiled
 
