@@ -1,4 +1,4 @@
-"""The GPU check's CPU subset: all sections run; one that fails, dies or hangs is recorded, and stops nothing."""
+"""The GPU check's CPU subset: all sections run; one that fails, dies or hangs is recorded alone."""
 
 import argparse
 import importlib
