@@ -43,7 +43,7 @@ from eagle_train.errors import InputError
 from eagle_train.files import write_json
 from eagle_train.model.attention import DocumentLayout, dense_attention, unrolled_attention
 from eagle_train.train import compile as compile_module
-from eagle_train.train.compile import Compiled, compile_objective, graphs_so_far, warm_up
+from eagle_train.train.compile import Compiled, compile_objective, warm_up
 from eagle_train.train.evaluate import micro_batch_sums
 from eagle_train.train.prepare import Prepared, prepare
 
@@ -95,7 +95,7 @@ def attention_error(
     """Over a random layout with one-token documents and a long tail: (output's error, gradients' error)."""
     k, num_heads, num_kv_heads, head_size = heads
     generator = torch.Generator().manual_seed(seed)
-    longest = 24 if args.small else 300
+    longest = 24 if args.small else 150
     lengths = torch.randint(1, longest, (8,), generator=generator).tolist()
     layout = DocumentLayout.from_offsets(
         [0, *np.cumsum([1, *lengths, 1, 2 * longest]).tolist()], device=args.device
@@ -165,7 +165,6 @@ def compiled_objective(args: argparse.Namespace, longest: int, granularity: int)
     sizes = range(granularity, longest + 1, granularity)
     shapes = [Shape(1, slots, rows) for slots in sizes for rows in sizes if rows <= slots]
     compiled = compile_objective(prepared.head)
-    assert graphs_so_far() == compiled.at_start
     warm_up(compiled, prepared.head, prepared.target, shapes, granularity, progress=False)
     return prepared, compiled
 

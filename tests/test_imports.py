@@ -15,7 +15,7 @@ MAX_FILE_LINES = 450
 MAX_FUNCTION_LINES = 80
 
 PACKAGE_FILES = sorted(PACKAGE.rglob("*.py"))
-SCRIPTS = sorted((ROOT / "scripts").glob("*.py"))
+SCRIPTS = sorted((ROOT / "scripts").rglob("*.py"))
 
 
 def label(path: Path) -> str:
