@@ -79,6 +79,9 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--ttt_steps", type=int, default=7)
     parser.add_argument("--mock_target", help="hidden,layers,vocab in place of the bundled demo target")
     parser.add_argument("--mock_len", default="lognormal:300:2048", help="with --mock_target: lengths")
+    parser.add_argument(
+        "--dtype", default="auto", choices=("auto", "float32", "bfloat16"), help="as in training"
+    )
     parser.add_argument("--num_threads", type=int)
     parser.add_argument("--warm_cache", action="store_true", help="keep Inductor's cache")
     parser.add_argument("--json", type=Path)
@@ -107,7 +110,7 @@ def measure(setting: Setting, args: argparse.Namespace) -> Setting:
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(prefix="bench_buckets_")
     config = make_config(setting, args)
     device = choose_device("auto")
-    prepared = prepare(config, device, choose_dtype("auto", device))
+    prepared = prepare(config, device, choose_dtype(args.dtype, device))
     schedule = Schedule(prepared.data.train_lengths, config, 1, prepared.data.train_supervised)
     compiled = compile_for(setting, prepared, schedule, config)
     optimizer = make_optimizer(
@@ -186,7 +189,8 @@ def report(rows: list[Setting], args: argparse.Namespace) -> str:
     header = ["setting", "fill", "s/step", "tokens/s", "x eager", "compile s", "graphs", "paid back at step"]
     title = (
         f"{args.steps} steps of {args.batch_size} samples, K = {args.ttt_steps}, "
-        f"{torch.get_num_threads()} threads, torch {torch.__version__}"
+        f"{choose_dtype(args.dtype, choose_device('auto'))}, {torch.get_num_threads()} threads, "
+        f"torch {torch.__version__}"
     )
     return f"{title}\n{format_table(header, table)}"
 
