@@ -15,7 +15,7 @@ MAX_FILE_LINES = 450
 MAX_FUNCTION_LINES = 80
 
 PACKAGE_FILES = sorted(PACKAGE.rglob("*.py"))
-SCRIPTS = sorted((ROOT / "scripts").glob("*.py"))
+SCRIPTS = sorted((ROOT / "scripts").rglob("*.py"))
 
 
 def label(path: Path) -> str:
@@ -98,6 +98,13 @@ def test_only_the_command_line_imports_the_training_loop() -> None:
 def test_a_fenced_library_is_imported_in_its_home_only(library: str, home: str) -> None:
     files = [path for path in (*PACKAGE_FILES, *SCRIPTS) if label(path) != home]
     assert {label(path) for path in files if imports_any(path, library)} == set()
+
+
+def test_a_program_for_an_engine_imports_nothing_of_ours() -> None:
+    """It is run by the engine's own Python, where this package is not installed."""
+    programs = sorted((ROOT / "scripts" / "engines").glob("run_*.py"))
+    assert programs
+    assert {label(path) for path in programs if imports_any(path, "eagle_train", "scripts")} == set()
 
 
 def test_the_planner_needs_numpy_and_the_standard_library_only() -> None:
