@@ -45,9 +45,14 @@ COUNTS = (
 )
 
 
-def option(default: Any, group: str, text: str, choices: tuple[str, ...] | None = None) -> Any:
-    """A dataclass field that is also a flag; `text` ends with the unit where there is one."""
-    return field(default=default, metadata={"group": group, "help": text, "choices": choices})
+def option(
+    default: Any, group: str, text: str, choices: tuple[str, ...] | None = None, *, positional: bool = False
+) -> Any:
+    """A dataclass field that is also a flag, or without its name on the command line if `positional`; `text`
+    ends with the unit where there is one.
+    """
+    metadata = {"group": group, "help": text, "choices": choices, "positional": positional}
+    return field(default=default, metadata=metadata)
 
 
 @dataclass(frozen=True, kw_only=True)

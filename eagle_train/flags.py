@@ -1,6 +1,6 @@
 """A frozen dataclass of options as command line and YAML file: one line a flag, errors in one line.
 
-Every field carries `group`, `help` and `choices` in its metadata (`config.option`). Types are str, int,
+Every field carries `group`, `help`, `choices` and `positional` in its metadata (`config.option`). Types are str, int,
 float, bool, tuples of them, and None.
 """
 
@@ -168,5 +168,6 @@ def _parser(fields: Fields, command: str, description: str) -> argparse.Argument
             extra |= {"type": _or_none(base) if optional and not many else base}
             extra |= {"nargs": "+", "action": "extend"} if many else {}
         shown = "" if default in (None, "") else f" [{default}]"
-        groups[name].add_argument(f"--{f.name}", help=f.metadata["help"].replace("%", "%%") + shown, **extra)
+        flag = f.name if f.metadata["positional"] else f"--{f.name}"
+        groups[name].add_argument(flag, help=f.metadata["help"].replace("%", "%%") + shown, **extra)
     return parser

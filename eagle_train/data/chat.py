@@ -182,6 +182,15 @@ def open_chat(tokenizer: "PreTrainedTokenizerBase", options: Mapping[str, Any]) 
     )
 
 
+def prompt_token_ids(conversation: Conversation, chat: Chat) -> IntArray:
+    """Token ids `[L]` of messages up to a generation prompt: what serving sees, and what training puts before
+    an answer. Raises InputError, as file:line, for what the template refuses.
+    """
+    tools = None if conversation.tools is None else list(conversation.tools)
+    chat = replace(chat, tools=tools, source=conversation.source)
+    return chat.encode(chat.render(conversation.messages, add_generation_prompt=True)).ids
+
+
 def tokenize_messages(conversation: Conversation, chat: Chat, train_on: TrainOn) -> TokenizedConversation:
     tools = None if conversation.tools is None else list(conversation.tools)
     chat = replace(chat, tools=tools, source=conversation.source)

@@ -82,12 +82,12 @@ def read_rows(
 
     Raises InputError for what concerns a whole file, or the role map.
     """
-    roles = _known_roles(role_map or {})
+    roles = known_roles(role_map or {})
     for path in paths:
-        for line_number, line in _lines(Path(path)):
+        for line_number, line in read_lines(Path(path)):
             source = f"{path}:{line_number}"
             try:
-                yield _parse_row(line, source, roles)
+                yield parse_row(line, source, roles)
             except InputError as error:
                 yield error
             except RecursionError:
@@ -97,10 +97,11 @@ def read_rows(
 def count_rows(paths: Iterable[str | Path]) -> int:
     """The number of rows (lines that are not blank). Raises InputError for a missing, empty or unreadable
     file."""
-    return sum(sum(1 for _ in _lines(Path(path))) for path in paths)
+    return sum(sum(1 for _ in read_lines(Path(path))) for path in paths)
 
 
-def _known_roles(role_map: Mapping[str, str]) -> dict[str, str]:
+def known_roles(role_map: Mapping[str, str]) -> dict[str, str]:
+    """Every role name that rows may use, and the role of `ROLES` (or `CALL_ROLES`) that it means."""
     roles = {**{role: role for role in ROLES}, **ROLE_ALIASES, **{role: role for role in CALL_ROLES}}
     for name, role in role_map.items():
         if role not in roles:
@@ -110,13 +111,16 @@ def _known_roles(role_map: Mapping[str, str]) -> dict[str, str]:
     return {**roles, **{name: roles[role] for name, role in role_map.items()}}
 
 
-def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """Yield (1-based line number, bytes) of every line that is not blank, without a UTF-8 byte order mark."""
+def read_lines(path: Path, *, flag: str = "--data") -> Iterator[tuple[int, bytes]]:
+    """Yield (1-based line number, bytes) of every line that is not blank, without a UTF-8 byte order mark.
+
+    flag: what named the file, for messages. Raises InputError for a missing, empty or unreadable file.
+    """
     if not path.name.endswith((".jsonl", ".jsonl.gz")):
         raise InputError(f"{path}: data files are JSONL, one JSON object a line, named *.jsonl or *.jsonl.gz")
     if not path.is_file():
         raise InputError(
-            f"{path}: {'is not a file' if path.exists() else 'no such file'}; check the path given as --data"
+            f"{path}: {'is not a file' if path.exists() else 'no such file'}; check the path given as {flag}"
         )
     empty = True
     try:
@@ -139,10 +143,9 @@ def _open(path: Path) -> IO[bytes]:
     return gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb")  # type: ignore[return-value]
 
 
-def _parse_row(line: bytes, source: str, roles: Mapping[str, str]) -> Conversation:
-    row = _parse_json(line, source)
-    if not isinstance(row, dict):
-        raise InputError(f"{source}: found {_kind(row)} where a JSON object is expected (one row a line)")
+def parse_row(line: bytes, source: str, roles: Mapping[str, str]) -> Conversation:
+    """One line as a conversation; roles: every known name and the role that it means, from `known_roles`."""
+    row = parse_json_object(line, source)
     forms = [key for key in ROW_FORMS if row.get(key) is not None]
     if len(forms) != 1:
         found = " and ".join(forms) if forms else f"keys {', '.join(sorted(row)) or 'none'}"
@@ -150,7 +153,7 @@ def _parse_row(line: bytes, source: str, roles: Mapping[str, str]) -> Conversati
     if forms == ["input_ids"]:
         return _parse_token_row(row, source)
     if b"\\u" in line:  # the only way in for a lone surrogate or a NUL: raw ones do not decode
-        _check_text({key: row.get(key) for key in (*forms, "system", "tools")}, source, "")
+        check_text({key: row.get(key) for key in (*forms, "system", "tools")}, source, "")
     finish_reason = row.get("finish_reason")
     if finish_reason is not None and not isinstance(finish_reason, str):
         raise InputError(
@@ -162,6 +165,14 @@ def _parse_row(line: bytes, source: str, roles: Mapping[str, str]) -> Conversati
         tools=_parse_tools(row.get("tools"), source),
         finish_reason=finish_reason,
     )
+
+
+def parse_json_object(line: bytes, source: str) -> dict[str, Any]:
+    """One line as a JSON object. Raises InputError, as file:line, for anything else."""
+    row = _parse_json(line, source)
+    if not isinstance(row, dict):
+        raise InputError(f"{source}: found {_kind(row)} where a JSON object is expected (one row a line)")
+    return row
 
 
 def _parse_json(line: bytes, source: str) -> Any:
@@ -182,16 +193,16 @@ def _parse_json(line: bytes, source: str) -> Any:
         raise InputError(f"{source}: JSON that cannot be read ({error}); mend or remove the line") from error
 
 
-def _check_text(value: Any, source: str, where: str) -> None:
+def check_text(value: Any, source: str, where: str) -> None:
     """Refuse lone surrogates (the tokenizer would raise a type error that names no text) and NUL
     characters."""
     if isinstance(value, dict):
         for key, item in value.items():
-            _check_text(key, source, f"a key of {where or 'the row'}")
-            _check_text(item, source, f"{where}.{key}" if where else str(key))
+            check_text(key, source, f"a key of {where or 'the row'}")
+            check_text(item, source, f"{where}.{key}" if where else str(key))
     elif isinstance(value, list):
         for index, item in enumerate(value):
-            _check_text(item, source, f"{where}[{index}]")
+            check_text(item, source, f"{where}[{index}]")
     elif isinstance(value, str):
         for position, character in enumerate(value, start=1):
             if character == "\0" or "\ud800" <= character <= "\udfff":
@@ -203,13 +214,19 @@ def _check_text(value: Any, source: str, where: str) -> None:
                 )
 
 
-def _parse_token_row(row: Mapping[str, Any], source: str) -> Conversation:
-    ids, mask = row["input_ids"], row.get("loss_mask")
+def parse_token_ids(row: Mapping[str, Any], source: str) -> IntArray:
+    """A row's input_ids, int32 `[L]`, at least one. Raises InputError for anything else."""
+    ids = row["input_ids"]
     if not isinstance(ids, list) or not ids or any(type(token) is not int for token in ids):
         raise InputError(f"{source}: input_ids must be a list of at least one integer token id")
     if min(ids) < 0 or max(ids) > MAX_TOKEN_ID:
         bad = min(ids) if min(ids) < 0 else max(ids)
         raise InputError(f"{source}: input_ids has the id {bad}; token ids lie in 0..{MAX_TOKEN_ID}")
+    return np.asarray(ids, dtype=np.int32)
+
+
+def _parse_token_row(row: Mapping[str, Any], source: str) -> Conversation:
+    ids, mask = parse_token_ids(row, source), row.get("loss_mask")
     if not isinstance(mask, list):
         raise InputError(
             f"{source}: input_ids without loss_mask; add a list of 0 and 1, one a token (1: trained on)"
@@ -222,7 +239,7 @@ def _parse_token_row(row: Mapping[str, Any], source: str) -> Conversation:
     if bad_values:
         raise InputError(f"{source}: loss_mask has the value {bad_values[0]!r}; only 0 and 1 are allowed")
     return Conversation(
-        source=source, input_ids=np.asarray(ids, dtype=np.int32), loss_mask=np.asarray(mask, dtype=np.int32)
+        source=source, input_ids=ids, loss_mask=np.asarray(mask, dtype=np.int32)
     )
 
 
