@@ -13,6 +13,11 @@ if TYPE_CHECKING:
     from eagle_train.data.loader import MultipackSampler
     from eagle_train.data.loading import load_samples
     from eagle_train.data.samples import Sample
+    from eagle_train.decode.chain import decode_plain, measure_acceptance
+    from eagle_train.decode.figures import group_figures
+    from eagle_train.decode.plots import draw_acceptance
+    from eagle_train.decode.prompts import read_prompts
+    from eagle_train.decode.results import Prompt, PromptResult
     from eagle_train.errors import InputError
     from eagle_train.model.checkpoint import load_draft_head, save_draft_head
     from eagle_train.model.eagle3 import Eagle3DraftHead
@@ -26,12 +31,19 @@ __all__ = [
     "InputError",
     "MultipackSampler",
     "PackedBatch",
+    "Prompt",
+    "PromptResult",
     "Sample",
     "TrainConfig",
+    "decode_plain",
+    "draw_acceptance",
     "evaluate",
+    "group_figures",
     "load_draft_head",
     "load_samples",
     "load_target",
+    "measure_acceptance",
+    "read_prompts",
     "save_draft_head",
 ]
 
@@ -41,12 +53,19 @@ _HOMES = {
     "InputError": "eagle_train.errors",
     "MultipackSampler": "eagle_train.data.loader",
     "PackedBatch": "eagle_train.batch",
+    "Prompt": "eagle_train.decode.results",
+    "PromptResult": "eagle_train.decode.results",
     "Sample": "eagle_train.data.samples",
     "TrainConfig": "eagle_train.config",
+    "decode_plain": "eagle_train.decode.chain",
+    "draw_acceptance": "eagle_train.decode.plots",
     "evaluate": "eagle_train.train.evaluate",
+    "group_figures": "eagle_train.decode.figures",
     "load_draft_head": "eagle_train.model.checkpoint",
     "load_samples": "eagle_train.data.loading",
     "load_target": "eagle_train.model.target",
+    "measure_acceptance": "eagle_train.decode.chain",
+    "read_prompts": "eagle_train.decode.prompts",
     "save_draft_head": "eagle_train.model.checkpoint",
 }
 

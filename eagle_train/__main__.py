@@ -1,4 +1,4 @@
-"""python -m eagle_train [train|plan] [flags]: `train` when the first word is a flag."""
+"""python -m eagle_train [train|plan|measure|plot] [flags]: `train` when the first word is a flag."""
 
 import os
 import sys
@@ -8,7 +8,7 @@ from pathlib import Path
 
 from eagle_train.errors import InputError, RankError
 
-COMMANDS = ("train", "plan")
+COMMANDS = ("train", "plan", "measure", "plot")
 TRAIN_DESCRIPTION = (
     "Train an EAGLE-3 draft head. Without --target, --data and --config: the bundled demo, under the options "
     "of eagle_train/demo/config.yaml."
@@ -17,6 +17,11 @@ PLAN_DESCRIPTION = (
     "Plan an epoch without training, to see steps, fill, balance and shapes of every packing mode (or of the "
     "one that --packing names). Takes the flags of train, so that `plan` can be put before a training's own."
 )
+MEASURE_DESCRIPTION = (
+    "Decode prompts with a target and its draft head, and report acceptance per position, acceptance length "
+    "with intervals and by category, and the speed-up over decoding without the head."
+)
+PLOT_DESCRIPTION = "Draw loss, acceptance, fill and speed of one or several runs from their metrics.jsonl."
 DEMO_CONFIG = Path(__file__).parent / "demo" / "config.yaml"
 
 
@@ -26,7 +31,7 @@ def main(args: Sequence[str]) -> int:
     try:
         if command not in COMMANDS:
             raise InputError(f"unknown command {command!r}; the commands are: {', '.join(COMMANDS)}")
-        (run_train if command == "train" else run_plan)(with_demo_config(rest))
+        run_command(command, rest)
     except InputError as error:
         print(f"eagle_train: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
@@ -37,9 +42,21 @@ def main(args: Sequence[str]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except KeyboardInterrupt:
-        print("eagle_train: interrupted; --resume goes on from the last saved state", file=sys.stderr)
+        remedy = "; --resume goes on from the last saved state" if command == "train" else ""
+        print(f"eagle_train: interrupted{remedy}", file=sys.stderr)
         return 130
     return 0
+
+
+def run_command(command: str, args: Sequence[str]) -> None:
+    if command == "train":
+        run_train(with_demo_config(args))
+    elif command == "plan":
+        run_plan(with_demo_config(args))
+    elif command == "measure":
+        run_measure(args)
+    else:
+        run_plot(args)
 
 
 def run_train(args: Sequence[str]) -> None:
@@ -62,6 +79,26 @@ def run_plan(args: Sequence[str]) -> None:
 
     is_named = any(flag.split("=")[0] == "--packing" for flag in args) or config.packing != "multipack"
     plan(options, config, compare=not is_named)
+
+
+def run_measure(args: Sequence[str]) -> None:
+    from eagle_train.config_measure import MeasureConfig
+    from eagle_train.flags import parse
+
+    options = parse(MeasureConfig, args, command="measure", description=MEASURE_DESCRIPTION)
+    from eagle_train.train.measure import measure
+
+    measure(options)
+
+
+def run_plot(args: Sequence[str]) -> None:
+    from eagle_train.config_measure import PlotConfig
+    from eagle_train.flags import parse
+
+    options = parse(PlotConfig, args, command="plot", description=PLOT_DESCRIPTION)
+    from eagle_train.train.plots import plot
+
+    print(f"plot: {plot(options)}")
 
 
 def with_demo_config(args: Sequence[str]) -> list[str]:

@@ -15,7 +15,9 @@ class MeasureConfig:
 
     draft: str = option("runs/eagle3", "models", "directory of the draft head: a run, or a published EAGLE-3")
     target: str | None = option(
-        None, "models", "Hugging Face id or directory of the target, or demo; none: the one in the run's options"
+        None,
+        "models",
+        "Hugging Face id or directory of the target, or demo; none: the one in the run's options",
     )
     dtype: str = option(
         "auto",
@@ -29,8 +31,8 @@ class MeasureConfig:
     prompts: tuple[str, ...] = option(
         (),
         "prompts",
-        "JSONL files (.gz too): Spec-Bench, MT-Bench, Vicuna, Arena-Hard, GSM8K, HumanEval, or rows with prompt, "
-        "messages or input_ids; none: the demo's, where the target is the demo's",
+        "JSONL files (.gz too): Spec-Bench, MT-Bench, Vicuna, Arena-Hard, GSM8K, HumanEval, or rows with "
+        "prompt, messages or input_ids; none: the demo's, where the target is the demo's",
     )
     max_prompts: int | None = option(
         None, "prompts", "measure on N prompts, evenly spaced over the files; none: all"
@@ -57,7 +59,9 @@ class MeasureConfig:
     num_threads: int | None = option(None, "decoding", "CPU threads; none: PyTorch's choice")
 
     json: str | None = option(None, "output", "file for all figures as JSON")
-    plot: str | None = option(None, "output", "file (.png, .svg or .pdf) for acceptance by position and category")
+    plot: str | None = option(
+        None, "output", "file (.png, .svg or .pdf) for acceptance by position and category"
+    )
 
     def __post_init__(self) -> None:
         for name in COUNTS:

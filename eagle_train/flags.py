@@ -1,7 +1,7 @@
 """A frozen dataclass of options as command line and YAML file: one line a flag, errors in one line.
 
-Every field carries `group`, `help`, `choices` and `positional` in its metadata (`config.option`). Types are str, int,
-float, bool, tuples of them, and None.
+Every field carries `group`, `help`, `choices` and `positional` in its metadata (`config.option`). Types are
+str, int, float, bool, tuples of them, and None.
 """
 
 import argparse

@@ -38,8 +38,8 @@ def run(*flags: object) -> Outcome:
     """
     out, err = io.StringIO(), io.StringIO()
     words = [str(flag) for flag in flags]
-    help_or_plan = "--help" in words or words[:1] == ["plan"]
-    eager = [] if "--torch_compile" in words or help_or_plan else ["--torch_compile", "false"]
+    is_training = "--help" not in words and words[:1] not in (["plan"], ["measure"], ["plot"])
+    eager = [] if "--torch_compile" in words or not is_training else ["--torch_compile", "false"]
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         code = main([*words, *eager])
     return Outcome(code, out.getvalue(), err.getvalue())

@@ -66,9 +66,10 @@ def files_of(folder: str) -> list[Path]:
 @pytest.mark.parametrize(
     ("folder", "forbidden"),
     [
-        ("data", ("model", "objective", "train")),
-        ("model", ("data", "objective", "train")),
-        ("objective", ("data", "train")),
+        ("data", ("model", "objective", "train", "decode")),
+        ("model", ("data", "objective", "train", "decode")),
+        ("objective", ("data", "train", "decode")),
+        ("decode", ("train", "__main__")),
         ("train", ("__main__",)),
     ],
 )

@@ -238,9 +238,7 @@ def _parse_token_row(row: Mapping[str, Any], source: str) -> Conversation:
     bad_values = [value for value in mask if type(value) not in (int, bool) or value not in (0, 1)]
     if bad_values:
         raise InputError(f"{source}: loss_mask has the value {bad_values[0]!r}; only 0 and 1 are allowed")
-    return Conversation(
-        source=source, input_ids=ids, loss_mask=np.asarray(mask, dtype=np.int32)
-    )
+    return Conversation(source=source, input_ids=ids, loss_mask=np.asarray(mask, dtype=np.int32))
 
 
 def _parse_messages(

@@ -35,6 +35,8 @@ class AcceptanceFigures:
     tokens: generated; verify_steps, drafted, accepted: sums over prompts (steps, tokens, tokens);
     acceptance_length: 1 + accepted / verify_steps, pooled, with the bonus token, 1..N+1;
     acceptance_length_prompt_mean: the mean of the prompts' own, for comparison with tools that report it;
+    emitted_per_step: tokens behind each answer's first, which the prefill gives, per verify step. The chain
+    walk expects this; acceptance_length exceeds it by what an answer's last step brings beyond its end;
     acceptance_per_position: N shares of the verify steps in which that drafted token was accepted, 0..1.
     The figures are None, or have no position, where there is no verify step.
     """
@@ -46,6 +48,7 @@ class AcceptanceFigures:
     accepted: int
     acceptance_length: Estimate | None
     acceptance_length_prompt_mean: float | None
+    emitted_per_step: float | None
     acceptance_per_position: tuple[Estimate, ...]
 
 
@@ -64,13 +67,15 @@ def acceptance_figures(results: Sequence[PromptResult], *, seed: int = 0) -> Acc
     """Pooled figures with 95 % intervals: percentiles of `NUM_RESAMPLES` bootstrap resamples of the prompts
     (Efron and Tibshirani 1993, section 13.3). The results must come from one number of drafted tokens.
     """
-    steps_P = np.array([result.verify_steps for result in results], dtype=np.float64)
-    # A prompt whose answer is a single token has no verify step, hence nothing to say and nothing to resample.
+    # A prompt whose answer is a single token has no verify step: it says nothing, and is not resampled.
     drafted_for = [result for result in results if result.verify_steps]
     accepted_PN = np.array([result.accepted_per_position for result in drafted_for], dtype=np.float64)
-    steps_P = steps_P[steps_P > 0]
-    length, prompt_mean, positions = None, None, ()
+    steps_P = np.array([result.verify_steps for result in drafted_for], dtype=np.float64)
+    length, prompt_mean, emitted_per_step = None, None, None
+    positions: tuple[Estimate, ...] = ()
     if drafted_for:
+        emitted = sum(len(result.token_ids) - 1 for result in drafted_for)
+        emitted_per_step = emitted / float(steps_P.sum())
         length, positions = _estimates(steps_P, accepted_PN, seed)
         prompt_mean = float((1 + accepted_PN.sum(axis=1) / steps_P).mean())
     return AcceptanceFigures(
@@ -81,6 +86,7 @@ def acceptance_figures(results: Sequence[PromptResult], *, seed: int = 0) -> Acc
         accepted=int(accepted_PN.sum()),
         acceptance_length=length,
         acceptance_length_prompt_mean=prompt_mean,
+        emitted_per_step=emitted_per_step,
         acceptance_per_position=positions,
     )
 
@@ -122,7 +128,5 @@ def _estimates(
     shares_RN = (draws_RP @ accepted_PN) / (draws_RP @ steps_P)[:, None]
     low_N, high_N = np.percentile(shares_RN, INTERVAL_PERCENTILES, axis=0)
     low, high = np.percentile(1 + shares_RN.sum(axis=1), INTERVAL_PERCENTILES)
-    positions = tuple(
-        Estimate(*map(float, values)) for values in zip(shares_N, low_N, high_N, strict=True)
-    )
+    positions = tuple(Estimate(*map(float, values)) for values in zip(shares_N, low_N, high_N, strict=True))
     return Estimate(1 + float(shares_N.sum()), float(low), float(high)), positions

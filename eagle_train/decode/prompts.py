@@ -1,11 +1,11 @@
-"""Prompt files for measuring: Spec-Bench, MT-Bench, Vicuna, Arena-Hard, GSM8K, HumanEval and plain JSONL, known
-by their keys.
+"""Prompt files for measuring: Spec-Bench, MT-Bench, Vicuna, Arena-Hard, GSM8K, HumanEval and plain JSONL,
+known by their keys.
 
-    {"turns": [text, ...], "category": ...}   the benchmarks of FastChat's form; the first turn is asked
-    {"question": text}                        GSM8K
-    {"prompt": text}                          HumanEval, or a prompt of one's own
-    {"messages": [...]}                       a conversation up to a user turn; an answer at its end is left out
-    {"input_ids": [...]}                      token ids, taken as they are
+    {"turns": [text, ...], "category": ...}  the benchmarks of FastChat's form; the first turn is asked
+    {"question": text}                       GSM8K
+    {"prompt": text}                         HumanEval, or a prompt of one's own
+    {"messages": [...]}                      a conversation up to a user turn; an answer behind it is left out
+    {"input_ids": [...]}                     token ids, taken as they are
 
 Texts go through the target's chat template by the very functions that training uses, so that the ids are
 those that the head was trained behind.
@@ -76,14 +76,13 @@ def read_prompts(
     paths: Iterable[str | Path],
     tokenizer: "PreTrainedTokenizerBase",
     *,
-    vocab_size: int,
     template_options: Mapping[str, Any] | None = None,
     max_prompts: int | None = None,
 ) -> tuple[list[Prompt], PromptReport]:
     """Read and tokenise prompt files (`.jsonl` or `.jsonl.gz`), in order.
 
-    vocab_size: the target's number of token ids; template_options: as in training; max_prompts: that many,
-    evenly spaced over all rows, so that a sorted file keeps its categories.
+    template_options: as in training; max_prompts: that many, evenly spaced over all rows, so that a sorted
+    file keeps its categories.
     Raises InputError, as file:line, for a row that is no prompt, an empty prompt, and what the chat template
     refuses; for a missing or empty file; and for a tokenizer without a chat template.
     """
@@ -99,31 +98,29 @@ def read_prompts(
         later_turns_left_out=sum(row.num_later_turns for row in chosen),
         answers_left_out=sum(row.has_answer for row in chosen),
     )
-    return [_tokenize(row, chat, vocab_size) for row in chosen], report
+    return [_tokenize(row, chat) for row in chosen], report
 
 
-def _tokenize(row: _Row, chat: Chat | None, vocab_size: int) -> Prompt:
+def _tokenize(row: _Row, chat: Chat | None) -> Prompt:
     conversation = row.conversation
     if conversation.input_ids is not None:
         ids = conversation.input_ids
     else:
         assert chat is not None
         ids = prompt_token_ids(conversation, chat)
-    if not len(ids):
-        raise InputError(f"{conversation.source}: the prompt has no token; give it a text, or remove the row")
-    if int(ids.max()) >= vocab_size:
-        raise InputError(
-            f"{conversation.source}: token id {ids.max()} is beyond the target's vocabulary of {vocab_size} "
-            f"(ids 0..{vocab_size - 1}); use the target's own tokenizer"
-        )
     return Prompt(tuple(ids.tolist()), conversation.source, row.category)
 
 
 def _read_file(path: Path) -> list[_Row]:
     roles = known_roles({})
-    rows = [
-        _parse(line, f"{path}:{number}", roles) for number, line in read_lines(path, flag="--prompts")
-    ]
+    rows = []
+    for number, line in read_lines(path, flag="--prompts"):
+        try:
+            rows.append(_parse(line, f"{path}:{number}", roles))
+        except RecursionError as error:
+            raise InputError(
+                f"{path}:{number}: objects nested too deeply to be read; mend the line"
+            ) from error
     found = Counter(row.category for row in rows)
     if not SPEC_BENCH & found.keys():
         return rows
@@ -173,8 +170,9 @@ def _parse_messages(conversation: Conversation, category: str) -> _Row:
 def _texts(value: Any, form: str, source: str) -> list[str]:
     """A text, or the texts of `turns`, which Arena-Hard wraps in objects."""
     turns = value if form == "turns" and isinstance(value, list) else [value]
-    texts = [turn.get("content") if isinstance(turn, dict) and form == "turns" else turn for turn in turns]
-    if not texts or not all(isinstance(text, str) for text in texts):
+    contents = [turn.get("content") if isinstance(turn, dict) and form == "turns" else turn for turn in turns]
+    texts = [content for content in contents if isinstance(content, str)]
+    if not texts or len(texts) < len(contents):
         expected = "a list of at least one text" if form == "turns" else "text"
         raise InputError(f"{source}: {form} is not {expected}; mend or remove the line")
     return texts

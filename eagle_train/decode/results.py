@@ -22,7 +22,7 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class PromptResult:
-    """One decoded answer and its counts; see decode/chain.py for how passes are counted."""
+    """One decoded answer and its counts; see decode/answer.py for how passes are counted."""
 
     source: str  # "file:line" or an id
     category: str  # "" where prompts have none
@@ -37,7 +37,7 @@ class PromptResult:
 def is_looping(token_ids: Sequence[int]) -> bool:
     """Whether over 30 % of the 8-grams repeat an earlier one: such answers are easy to draft."""
     ngrams = [tuple(token_ids[i : i + LOOP_NGRAM]) for i in range(len(token_ids) - LOOP_NGRAM + 1)]
-    return bool(ngrams) and 1 - len(set(ngrams)) / len(ngrams) > LOOP_SHARE
+    return len(ngrams) - len(set(ngrams)) > LOOP_SHARE * len(ngrams)
 
 
 def answer_samples(prompts: Sequence[Prompt], results: Sequence[PromptResult]) -> list[Sample]:

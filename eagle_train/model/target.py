@@ -3,7 +3,8 @@
 Shapes: T rows, R chosen rows, H hidden, V vocabulary.
 """
 
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -87,16 +88,25 @@ class FrozenTarget:
         """The target's raw token embeddings `[T, H]`, as every engine shares them with a draft head."""
         return F.embedding(token_ids_T, self.embedding_VH)
 
-    @torch.no_grad()
-    def features(self, batch: PackedBatch) -> TargetFeatures:
-        """Run the decoder once over the batch, documents kept apart, and read the aux and final states."""
+    @contextmanager
+    def capture_states(self, layer_ids: tuple[int, ...]) -> Iterator[dict[int, Tensor]]:
+        """Within the block, every forward puts the state `[B, T, H]` that enters each layer into the dict."""
         captured: dict[int, Tensor] = {}
         hooks = [
             self.layers[layer_id].register_forward_pre_hook(
                 _capture_into(captured, layer_id), with_kwargs=True
             )
-            for layer_id in self.aux_layer_ids
+            for layer_id in layer_ids
         ]
+        try:
+            yield captured
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    @torch.no_grad()
+    def features(self, batch: PackedBatch) -> TargetFeatures:
+        """Run the decoder once over the batch, documents kept apart, and read the aux and final states."""
         layout = DocumentLayout(batch.cu_seqlens, batch.offsets, batch.max_seqlen)
         if not self.isolates_documents and len(batch.sources) > batch.num_rows:
             raise InputError(
@@ -104,16 +114,13 @@ class FrozenTarget:
                 "one row; give it padded rows of one document (padding_free=False), or load it with our own"
             )
         # Padded rows are plain causal rows: their padding lies behind the real tokens, which never see it.
-        try:
-            with document_layout(layout) if batch.num_rows == 1 else nullcontext():
-                output = self.decoder(
-                    input_ids=batch.input_ids.view(batch.num_rows, -1),
-                    position_ids=batch.position_ids.view(batch.num_rows, -1),
-                    use_cache=False,
-                )
-        finally:
-            for hook in hooks:
-                hook.remove()
+        layouts = document_layout(layout) if batch.num_rows == 1 else nullcontext()
+        with self.capture_states(self.aux_layer_ids) as captured, layouts:
+            output = self.decoder(
+                input_ids=batch.input_ids.view(batch.num_rows, -1),
+                position_ids=batch.position_ids.view(batch.num_rows, -1),
+                use_cache=False,
+            )
         aux = torch.cat([captured[layer_id] for layer_id in self.aux_layer_ids], dim=-1)
         return TargetFeatures(aux.flatten(0, 1), output.last_hidden_state.flatten(0, 1))
 
@@ -233,26 +240,30 @@ def resolve_aux_layer_ids(num_layers: int, aux_layer_ids: tuple[int, ...] | None
     return low, middle, high
 
 
+def rope_limit(config: Any) -> int | None:
+    """Tokens beyond which the rotary embedding changes with the row's length; None: it never does."""
+    parameters = _rope_parameters(config)
+    if parameters.get("rope_type", "default") not in ("longrope", "dynamic"):
+        return None
+    return (
+        parameters.get("original_max_position_embeddings")
+        or getattr(config, "original_max_position_embeddings", None)
+        or config.max_position_embeddings
+    )
+
+
 def check_rope(config: Any, training_seq_len: int) -> None:
     """Refuse rotary embeddings that depend on how long the row is: on a packed row documents would change
     each other.
 
     Within their original length they are ordinary ones.
     """
-    parameters = _rope_parameters(config)
-    kind = parameters.get("rope_type", "default")
-    if kind not in ("longrope", "dynamic"):
-        return
-    original = (
-        parameters.get("original_max_position_embeddings")
-        or getattr(config, "original_max_position_embeddings", None)
-        or config.max_position_embeddings
-    )
-    if training_seq_len > original:
+    limit = rope_limit(config)
+    if limit is not None and training_seq_len > limit:
         raise InputError(
-            f"--training_seq_len is {training_seq_len}, but beyond {original} tokens this target's rotary "
-            f"embedding ({kind}) changes with the row's length, so packed documents would differ from "
-            f"separate ones; use at most {original}"
+            f"--training_seq_len is {training_seq_len}, but beyond {limit} tokens this target's rotary "
+            f"embedding ({_rope_parameters(config)['rope_type']}) changes with the row's length, so "
+            f"packed documents would differ from separate ones; use at most {limit}"
         )
 
 

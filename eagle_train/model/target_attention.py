@@ -9,6 +9,11 @@ with it runs plain causal attention on ordinary rows, and attention within each 
 The layout travels in a context variable and not as a model argument, because families differ in what they
 hand down: some drop unknown keyword arguments between the model and its attention, some refuse them.
 
+Decoding runs rows that hold different numbers of tokens; key s of a row stands at position s:
+
+    with cached_rows(positions_BT):
+        target(input_ids=ids_BT, position_ids=positions_BT, cache=cache)
+
 Nothing of size T x T is made: transformers asks our mask function for a mask and gets a `MaskRule`, the
 window that the model wants at that layer. So the window comes from where the eager implementation has it;
 several families (Qwen2-MoE, Phi-MoE) do not pass it to the attention function. And a model that bypasses the
@@ -40,6 +45,7 @@ NAME = "eagle_train"
 PADDED_REMEDY = "train on padded rows with --packing none --padding_free false --attn_implementation eager"
 _BLOCK_ROWS = 512  # the written-out path holds B x N x 512 x (visible keys) scores at a time
 _layout: ContextVar[DocumentLayout | None] = ContextVar("document_layout", default=None)
+_cached_positions: ContextVar[Tensor | None] = ContextVar("cached_positions", default=None)
 
 
 @dataclass(frozen=True)
@@ -75,6 +81,18 @@ def document_layout(layout: DocumentLayout) -> Iterator[None]:
         yield
     finally:
         _layout.reset(token)
+
+
+@contextmanager
+def cached_rows(positions_BT: Tensor) -> Iterator[None]:
+    """Within the block, query t of row b stands at `positions_BT[b, t]` and key s of any row at position s,
+    so a query sees its row's keys up to its own position, whatever lies behind them.
+    """
+    token = _cached_positions.set(positions_BT)
+    try:
+        yield
+    finally:
+        _cached_positions.reset(token)
 
 
 def mask_rule(
@@ -144,11 +162,11 @@ def target_attention(
 ) -> tuple[Tensor, None]:
     """transformers' attention function; query `[B, N, T, d]`, keys `[B, H, S, d]` -> `[B, T, N, d_v]`, None.
 
-    With a `document_layout`, B is 1 and T = S is the packed row. Without one the T queries are the last of S
-    tokens (S > T with a cache). scaling: factor on the scores, 1 / sqrt(d) when None; softcap: scores become
-    softcap * tanh(scores / softcap); s_aux `[N]`: gpt-oss sinks, a logit per head that takes probability but
-    has no value; sliding_window counts only without a `MaskRule`. No gradients. Raises InputError for what is
-    not exact here.
+    With a `document_layout`, B is 1 and T = S is the packed row. Within `cached_rows` rows differ in length.
+    Without either the T queries are the last of S tokens (S > T with a cache). scaling: factor on the scores,
+    1 / sqrt(d) when None; softcap: scores become softcap * tanh(scores / softcap); s_aux `[N]`: gpt-oss
+    sinks, a logit per head that takes probability but has no value; sliding_window counts only without a
+    `MaskRule`. No gradients. Raises InputError for what is not exact here.
     """
     name = type(module).__name__
     if isinstance(attention_mask, Tensor):
@@ -159,6 +177,8 @@ def target_attention(
         raise _refusal(name, "attention dropout" if dropout else "position biases")
     window = attention_mask.sliding_window if isinstance(attention_mask, MaskRule) else sliding_window
     form = _Form(query.shape[-1] ** -0.5 if scaling is None else scaling, window, softcap, s_aux)
+    if (positions_BT := _cached_positions.get()) is not None:
+        return _attend_cached(query, key, value, positions_BT, form).transpose(1, 2), None
     layout = _layout.get()
     if layout is None:
         return _attend(query, key, value, form).transpose(1, 2), None
@@ -194,8 +214,31 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, form: _Form) -> Tensor:
     return torch.cat(blocks, dim=2)
 
 
+def _attend_cached(query: Tensor, key: Tensor, value: Tensor, positions_BT: Tensor, form: _Form) -> Tensor:
+    """Attention over caches: query t of row b sees keys 0..positions_BT[b, t], or the last of them."""
+    distance_BTS = positions_BT[:, :, None] - torch.arange(key.shape[2], device=key.device)
+    visible_BTS = distance_BTS >= 0
+    if form.window is not None:
+        visible_BTS &= distance_BTS < form.window
+    if form.softcap is None and form.sinks_N is None:
+        return masked_attention(query, key, value, visible_BTS, form.scale)
+    return _attend_block(query, key, value, visible_BTS[:, None, None], form)
+
+
+def masked_attention(query: Tensor, key: Tensor, value: Tensor, visible_BTS: Tensor, scale: float) -> Tensor:
+    """Attention with a mask a row: `[B, N, T, d]`, `[B, H, S, d]`, bool `[B, T, S]` -> `[B, N, T, d_v]`.
+
+    The queries of a group lie along T, so that keys are read once and not repeated for each query head.
+    """
+    grouped = query.unflatten(1, (key.shape[1], -1))
+    mask = visible_BTS[:, None].repeat(1, 1, grouped.shape[2], 1)
+    out = F.scaled_dot_product_attention(grouped.flatten(2, 3), key, value, attn_mask=mask, scale=scale)
+    return out.unflatten(2, grouped.shape[2:4]).flatten(1, 2)
+
+
 def _attend_block(query: Tensor, key: Tensor, value: Tensor, visible: Tensor, form: _Form) -> Tensor:
-    """Masked attention written out: `[B, N, r, d]`, `[B, H, s, d]`, bool `[r, s]` -> `[B, N, r, d_v]`.
+    """Masked attention written out: `[B, N, r, d]`, `[B, H, s, d]`, bool `[r, s]` or `[B, 1, 1, r, s]` ->
+    `[B, N, r, d_v]`.
 
     The softmax runs in float32 and the products in the model's dtype, as in transformers' eager attention.
     """

@@ -148,6 +148,9 @@ class AcceptanceTotals:
             "acceptance_length": {str(n): self.walks[n].acceptance_length for n in sorted(self.walks)},
             "acceptance_length_row_mean": 1.0 + sum(prefix_share) if rows[0] else None,
             "verify_steps": {str(n): self.walks[n].steps for n in sorted(self.walks)},
+            "accepted_per_position": {
+                str(n): self.walks[n].accepted_per_position.tolist() for n in sorted(self.walks)
+            },
             "supervised_rows": int(rows[0]),
             "draft_vocab_coverage": _ratios(self.sums["loss_rows"], rows)[0],
             "target_own_token_share": self.own_tokens / self.own_token_rows if self.own_token_rows else None,

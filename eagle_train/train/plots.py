@@ -1,4 +1,4 @@
-"""Figures of runs and of a measurement. matplotlib (extra `plot`) is imported when something is drawn."""
+"""`python -m eagle_train plot`: the curves of runs, from their metrics.jsonl."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -9,21 +9,25 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from eagle_train.config_measure import PlotConfig
-from eagle_train.decode.figures import ALL, Estimate, GroupFigures
+from eagle_train.decode.figures import Estimate
+from eagle_train.decode.plots import (
+    COLOURS,
+    INK,
+    check_plot,
+    dress,
+    error_bars,
+    legend_line,
+    new_figure,
+    save_figure,
+)
 from eagle_train.errors import InputError
-from eagle_train.files import write_atomically
 from eagle_train.train.output import METRICS
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-SUFFIXES = (".png", ".svg", ".pdf")
 DEFAULT_NAME = "plot.png"
-DOTS_PER_INCH = 130
-INK, FAINT = "#222222", "#8a8a8a"
-# Okabe and Ito's colours, which colour-blind readers tell apart, without the yellow that paper swallows.
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00")
 
 Event = Mapping[str, Any]
 
@@ -59,38 +63,6 @@ def plot(config: PlotConfig) -> Path:
     return out
 
 
-def check_plot(flag: str, path: Path) -> None:
-    """Raise InputError unless a figure can be drawn and written there; before the work that it shows."""
-    if path.suffix not in SUFFIXES:
-        raise InputError(f"{flag} {path} must end with one of {', '.join(SUFFIXES)}")
-    check_parent(flag, path)
-    new_figure(1, 1)
-
-
-def check_parent(flag: str, path: Path) -> None:
-    """Raise InputError unless a file can be put there."""
-    if path.is_dir() or not path.parent.is_dir():
-        found = "is a directory" if path.is_dir() else f"lies in {path.parent}, which does not exist"
-        raise InputError(f"{flag} {path} {found}; name a file in a directory that exists")
-
-
-def new_figure(width: float, height: float) -> "Figure":
-    """An empty figure of so many inches, without any window system."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise InputError(
-            "plots need matplotlib, which is not installed; pip install 'eagle_train[plot]'"
-        ) from error
-    return Figure(figsize=(width, height), layout="constrained", facecolor="white")
-
-
-def save_figure(figure: "Figure", path: Path) -> None:
-    write_atomically(
-        path, lambda temporary: figure.savefig(temporary, format=path.suffix[1:], dpi=DOTS_PER_INCH)
-    )
-
-
 def run_labels(run_dirs: Sequence[str]) -> list[str]:
     """The directories' names, or their paths where names repeat."""
     names = [Path(path).resolve().name for path in run_dirs]
@@ -113,9 +85,7 @@ def read_run(run_dir: Path, label: str) -> RunMetrics:
             raise InputError(f"{path}:{number}: not an event of a training run ({error!r})") from error
     if not events.get("train"):
         raise InputError(f"{path} has no training step yet; wait for the first one, or name another run")
-    return RunMetrics(
-        label, events["train"], events.get("validation", []), events.get("measured", [])
-    )
+    return RunMetrics(label, events["train"], events.get("validation", []), events.get("measured", []))
 
 
 def draw_runs(runs: Sequence[RunMetrics]) -> "Figure":
@@ -145,7 +115,7 @@ def draw_runs(runs: Sequence[RunMetrics]) -> "Figure":
         ("Speed (moving average)", "tokens per second"),
     )
     for panel, (title, unit) in zip(axes.flat, titles, strict=True):
-        _dress(panel, title, unit, "training tokens (millions)")
+        dress(panel, title, unit, "training tokens (millions)")
     axes[0, 2].set_xlabel("ttt_step k, drafted tokens before this one")
     axes[0, 2].xaxis.get_major_locator().set_params(integer=True)
     for panel in (axes[0, 2], axes[1, 0]):
@@ -188,7 +158,7 @@ def _draw_measured(panel: "Axes", run: RunMetrics, colour: str) -> None:
         panel.errorbar(
             run.tokens(drawn),
             [estimate.value for estimate in estimates],
-            yerr=_error_bars(estimates),
+            yerr=error_bars(estimates),
             color=colour,
             fmt="D",
             markerfacecolor="white",
@@ -219,102 +189,20 @@ def _draw_depth_courses(panel: "Axes", run: RunMetrics, colour: str) -> None:
 
 def _legend(runs: Sequence[RunMetrics], colours: Sequence[str]) -> list[Any]:
     """Handles below the panels, where they cover nothing: runs, then what the line styles mean."""
-    from matplotlib.lines import Line2D
-
     handles = [
-        Line2D([], [], color=colour, linewidth=4, label=run.label)
+        legend_line(color=colour, linewidth=4, label=run.label)
         for run, colour in zip(runs, colours, strict=True)
     ]
     handles += [
-        Line2D([], [], color=INK, linewidth=1, alpha=0.55, label="training"),
-        Line2D([], [], color=INK, linewidth=2, marker="o", markersize=4.5, label="validation"),
+        legend_line(color=INK, linewidth=1, alpha=0.55, label="training"),
+        legend_line(color=INK, linewidth=2, marker="o", markersize=4.5, label="validation"),
     ]
     if any(run.measured for run in runs):
         handles.append(
-            Line2D([], [], color=INK, linestyle="", marker="D", markerfacecolor="white", label="measured, 95 %")
+            legend_line(color=INK, linestyle="", marker="D", markerfacecolor="white", label="measured, 95 %")
         )
     return [
         *handles,
-        Line2D([], [], color=INK, linestyle="-", label="top1_agreement (paler: deeper)"),
-        Line2D([], [], color=INK, linestyle="--", label="acceptance_rate"),
+        legend_line(color=INK, linestyle="-", label="top1_agreement (paler: deeper)"),
+        legend_line(color=INK, linestyle="--", label="acceptance_rate"),
     ]
-
-
-def draw_acceptance(
-    groups: Mapping[str, GroupFigures], expected_per_position: Sequence[float] | None = None
-) -> "Figure":
-    """Acceptance by position with 95 % intervals, beside what the chain walk expects where it is given, and
-    acceptance length by category where there are any.
-
-    groups: from `group_figures`; expected_per_position: shares of the walk's verify steps, `[N]`.
-    """
-    categories = [name for name in groups if name != ALL]
-    figure = new_figure(12 if categories else 6.5, 4.6)
-    panels = figure.subplots(1, 2 if categories else 1, squeeze=False)[0]
-    total = groups[ALL].every
-    positions = np.arange(1, len(total.acceptance_per_position) + 1)
-    panels[0].errorbar(
-        positions,
-        [estimate.value for estimate in total.acceptance_per_position],
-        yerr=_error_bars(total.acceptance_per_position),
-        fmt="o-",
-        color=COLOURS[0],
-        capsize=4,
-        linewidth=1.8,
-        label="measured, 95 % interval",
-    )
-    if expected_per_position is not None:
-        panels[0].plot(positions, expected_per_position, "x", color=COLOURS[1], markersize=9, label="expected")
-    panels[0].set_ylim(0, 1)
-    panels[0].xaxis.get_major_locator().set_params(integer=True)
-    _dress(panels[0], "Acceptance by position", "share of verify steps", "drafted token")
-    panels[0].legend(frameon=False)
-    if categories:
-        _draw_categories(panels[1], groups)
-    return figure
-
-
-def _draw_categories(panel: "Axes", groups: Mapping[str, GroupFigures]) -> None:
-    """Horizontal, so that names are read without turning the head; the first category on top."""
-    drawn = [
-        (name, group.every.acceptance_length, group.every.prompts)
-        for name, group in groups.items()
-        if group.every.acceptance_length is not None
-    ]
-    for height, (name, length, _) in enumerate(reversed(drawn)):
-        assert length is not None
-        panel.errorbar(
-            length.value,
-            height,
-            xerr=_error_bars([length]),
-            fmt="o",
-            color=INK if name == ALL else COLOURS[0],
-            capsize=4,
-            markersize=7,
-        )
-    names = [f"{name} ({prompts:,})" for name, _, prompts in reversed(drawn)]
-    panel.set_yticks(range(len(drawn)), names)
-    panel.set_ylim(-0.6, len(drawn) - 0.4)
-    _dress(panel, "Acceptance length by category", "", "tokens per verify step, 95 % interval")
-    if groups[ALL].every.acceptance_length is not None:
-        panel.axvline(groups[ALL].every.acceptance_length.value, color=FAINT, linewidth=1, linestyle=":")
-
-
-def _error_bars(estimates: Sequence[Estimate]) -> np.ndarray:
-    """Distances below and above each value, `[2, len]`; NaN, which draws nothing, without an interval."""
-    return np.array(
-        [
-            [np.nan if e.low is None else e.value - e.low for e in estimates],
-            [np.nan if e.high is None else e.high - e.value for e in estimates],
-        ]
-    )
-
-
-def _dress(panel: "Axes", title: str, unit: str, horizontal: str) -> None:
-    panel.set_title(title, fontsize=11, loc="left", color=INK)
-    panel.set_ylabel(unit)
-    panel.set_xlabel(horizontal)
-    panel.grid(color="#e6e6e6", linewidth=0.8)
-    panel.set_axisbelow(True)
-    for side in ("top", "right"):
-        panel.spines[side].set_visible(False)

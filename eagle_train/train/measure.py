@@ -1,0 +1,192 @@
+"""`python -m eagle_train measure`: decode prompts with a draft head and without; report what was accepted."""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from eagle_train.config import ISOLATED, TrainConfig
+from eagle_train.config_measure import MeasureConfig
+from eagle_train.decode.chain import decode_plain, measure_acceptance
+from eagle_train.decode.check import check_pair, draft_aux_layer_ids
+from eagle_train.decode.figures import count_different, group_figures
+from eagle_train.decode.plots import check_parent, check_plot, draw_acceptance, save_figure
+from eagle_train.decode.prompts import PromptReport, read_prompts
+from eagle_train.decode.results import Prompt, PromptResult, answer_samples
+from eagle_train.errors import InputError
+from eagle_train.files import write_json
+from eagle_train.flags import parse
+from eagle_train.model.checkpoint import load_draft_head
+from eagle_train.model.eagle3 import Eagle3DraftHead
+from eagle_train.model.target import FrozenTarget
+from eagle_train.train.evaluate import evaluate
+from eagle_train.train.measure_report import Expected, Measurement, Speed, as_json, format_measurement
+from eagle_train.train.output import RUN_CONFIG
+from eagle_train.train.prepare import DEMO_NAME, choose_device, choose_dtype, load_tokenizer, open_target
+from eagle_train.train.splits import DEMO
+
+WALK_GRANULARITY = 64  # tokens; lengths of the chain walk's batches, which run eager
+WARM_TOKENS = 8  # decoded before the clock runs
+ANY_LAYERS = (0, 1, 2)  # read until the target is known to have the draft's
+
+
+def measure(options: MeasureConfig) -> None:
+    """Load, decode, and report. Raises InputError for a pair that does not belong together, for prompts that
+    cannot be read or do not fit, and for options that cannot be met.
+    """
+    if options.json is not None:
+        check_parent("--json", Path(options.json))
+    if options.plot is not None:
+        check_plot("--plot", Path(options.plot))
+    if options.num_threads:
+        torch.set_num_threads(options.num_threads)
+    run = with_run_options(options)
+    options = replace(options, target=run.target)
+    target, head, prompts, report = open_pair(options, run)
+    measurement = measure_prompts(options, target, head, prompts)
+    print(format_measurement(options, target, report, len(prompts), measurement))
+    if options.json is not None:
+        write_json(Path(options.json), as_json(options, target, report, measurement))
+    if options.plot is not None:
+        shares = measurement.expected.shares() if measurement.expected else None
+        save_figure(draw_acceptance(measurement.groups, shares), Path(options.plot))
+
+
+def open_pair(
+    options: MeasureConfig, run: TrainConfig
+) -> tuple[FrozenTarget, Eagle3DraftHead, list[Prompt], PromptReport]:
+    """Target, head and prompts, checked against each other. run: from `with_run_options`."""
+    head = load_draft_head(options.draft)
+    assert run.target is not None
+    is_demo = run.target == DEMO_NAME
+    name = str(DEMO / "target") if is_demo else run.target
+    paths = options.prompts or ((str(DEMO / "heldout.jsonl"),) if is_demo else ())
+    if not paths:
+        raise InputError("no prompts; name a JSONL file with --prompts")
+    prompts, report = read_prompts(
+        paths,
+        load_tokenizer(name, run),
+        template_options=run.parsed_template_options(),
+        max_prompts=options.max_prompts,
+    )
+    device = choose_device(options.device)
+    target = open_target(name, run, device, choose_dtype(options.dtype, device), ANY_LAYERS)
+    assert isinstance(target, FrozenTarget)
+    check_pair(target, head)
+    target.aux_layer_ids = draft_aux_layer_ids(target, head)
+    return target, head.to(device), prompts, report
+
+
+def with_run_options(options: MeasureConfig) -> TrainConfig:
+    """Under the given options, those of the run that the draft comes from, if it is one of ours: its target,
+    its attention and its chat template, because prompts must be read as they were in training.
+    """
+    path = Path(options.draft) / RUN_CONFIG
+    saved = None
+    if path.is_file():
+        saved = parse(TrainConfig, ["--config", str(path)], command="measure", description="")
+    target = options.target
+    if target is None and saved is not None and not saved.mock_target:
+        target = saved.target or DEMO_NAME
+    if target is None:
+        raise InputError(
+            f"--target is not named, and {path} names none; name the model that the draft was trained for"
+        )
+    attention = saved.attn_implementation if saved else ISOLATED
+    return TrainConfig(
+        target=target,
+        packing="none",
+        padding_free=attention == ISOLATED,
+        attn_implementation=attention,
+        trust_remote_code=options.trust_remote_code,
+        chat_template=options.chat_template or (saved.chat_template if saved else None),
+        template_options=options.template_options or (saved.template_options if saved else ()),
+    )
+
+
+def measure_prompts(
+    options: MeasureConfig, target: FrozenTarget, head: Eagle3DraftHead, prompts: Sequence[Prompt]
+) -> Measurement:
+    """Decode with the draft; without it under --compare_plain; walk the answers where they are greedy."""
+
+    def decode(some: Sequence[Prompt], max_new_tokens: int) -> list[PromptResult]:
+        return measure_acceptance(
+            target,
+            head,
+            some,
+            num_speculative_tokens=options.num_speculative_tokens,
+            max_new_tokens=max_new_tokens,
+            batch_size=options.batch_size,
+            temperature=options.temperature,
+            proposal=options.proposal,
+            seed=options.seed,
+            ignore_eos=options.ignore_eos,
+        )
+
+    def decode_without(some: Sequence[Prompt], max_new_tokens: int) -> list[PromptResult]:
+        return decode_plain(
+            target,
+            some,
+            max_new_tokens=max_new_tokens,
+            batch_size=options.batch_size,
+            temperature=options.temperature,
+            seed=options.seed,
+            ignore_eos=options.ignore_eos,
+        )
+
+    results, seconds = timed(decode, prompts, options.max_new_tokens)
+    plain, plain_seconds = None, None
+    if options.compare_plain:
+        plain, plain_seconds = timed(decode_without, prompts, options.max_new_tokens)
+    is_greedy = options.temperature == 0
+    return Measurement(
+        groups=group_figures(results, seed=options.seed),
+        expected=expected_acceptance(options, target, head, prompts, results) if is_greedy else None,
+        speed=Speed(
+            count_tokens(results), seconds, None if plain is None else count_tokens(plain), plain_seconds
+        ),
+        num_different=count_different(results, plain) if plain is not None and is_greedy else None,
+    )
+
+
+def timed(
+    decode: Callable[[Sequence[Prompt], int], list[PromptResult]],
+    prompts: Sequence[Prompt],
+    max_new_tokens: int,
+) -> tuple[list[PromptResult], float]:
+    """Results of decoding, and its seconds; what a process does once is done before."""
+    decode(prompts[:1], min(WARM_TOKENS, max_new_tokens))
+    start = time.perf_counter()
+    results = decode(prompts, max_new_tokens)
+    return results, time.perf_counter() - start
+
+
+def count_tokens(results: Sequence[PromptResult]) -> int:
+    return sum(len(result.token_ids) for result in results)
+
+
+def expected_acceptance(
+    options: MeasureConfig,
+    target: FrozenTarget,
+    head: Eagle3DraftHead,
+    prompts: Sequence[Prompt],
+    results: Sequence[PromptResult],
+) -> Expected:
+    """The chain walk, by teacher forcing, over the answers that were decoded."""
+    samples = answer_samples(prompts, results)
+    metrics = evaluate(
+        head,
+        target,
+        samples,
+        ttt_steps=options.num_speculative_tokens,
+        training_seq_len=max(map(len, samples)),
+        bucket_granularity=WALK_GRANULARITY,
+        padding_free=target.isolates_documents,
+        batch_size=options.batch_size,
+    )
+    n = str(options.num_speculative_tokens)
+    return Expected(
+        metrics["acceptance_length"][n], metrics["verify_steps"][n], metrics["accepted_per_position"][n]
+    )

@@ -1,0 +1,194 @@
+"""`python -m eagle_train measure`, run in-process: figures, files, the run's own options, and bad input."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file, save_file
+
+from eagle_train.config import TrainConfig
+from eagle_train.decode.chain import measure_acceptance
+from eagle_train.decode.figures import group_figures
+from eagle_train.decode.prompts import read_prompts
+from eagle_train.model.checkpoint import load_draft_head, save_draft_head
+from eagle_train.model.target import load_target
+from tests.commands import Outcome, run, write_jsonl
+from tests.data.templates import EMPTY, make_tokenizer
+from tests.documents import documents_of, fitted_head, with_own_tokens
+from tests.tiny import write_target
+
+NUM_DRAFTED = 3
+PROMPTS = [
+    {"turns": ["yes no", "one"], "category": "qa"},
+    {"turns": ["2+2?"], "category": "qa"},
+    {"turns": ["weather and no weather"], "category": "rag"},
+    {"turns": ["one two three"], "category": "rag"},
+    {"turns": ["user: yes"], "category": "rag"},
+]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory, target_dir: Path) -> Path:
+    """A directory with a draft that hits now and then, as a run leaves it, and a file of prompts."""
+    place = tmp_path_factory.mktemp("measure")
+    target = load_target(str(target_dir), dtype=torch.float32, device=torch.device("cpu"))
+    documents = with_own_tokens(target, documents_of((60, [(10, 60)]), (40, [(5, 40)])))
+    head = fitted_head(target, 200, documents, NUM_DRAFTED)
+    save_draft_head(head, place / "draft", target_config=target.config, dtype=torch.float32)
+    TrainConfig(target=str(target_dir), data=("d.jsonl",)).save(place / "draft" / "run_config.yaml")
+    write_jsonl(place / "prompts.jsonl", PROMPTS)
+    return place
+
+
+def measure(place: Path, *flags: object, **named: object) -> Outcome:
+    named = {
+        "draft": place / "draft",
+        "prompts": place / "prompts.jsonl",
+        "num_speculative_tokens": NUM_DRAFTED,
+        "max_new_tokens": 24,
+        "dtype": "float32",
+        "num_threads": 1,
+    } | named
+    return run("measure", *(word for name, value in named.items() for word in (f"--{name}", value)), *flags)
+
+
+def figures_of(outcome: Outcome, path: Path) -> dict[str, Any]:
+    assert outcome.code == 0, outcome.err
+    return json.loads(path.read_text())  # type: ignore[no-any-return]
+
+
+def changed_draft(place: Path, directory: Path, **tensors: torch.Tensor) -> Path:
+    shutil.copytree(place / "draft", directory)
+    path = directory / "model.safetensors"
+    save_file(load_file(path) | tensors, path, metadata={"format": "pt"})
+    return directory
+
+
+def test_the_command_reports_what_the_decoder_counted(place: Path, tmp_path: Path, target_dir: Path) -> None:
+    outcome = measure(place, json=tmp_path / "f.json", plot=tmp_path / "f.png")
+    figures = figures_of(outcome, tmp_path / "f.json")
+    target = load_target(str(target_dir), dtype=torch.float32, device=torch.device("cpu"))
+    prompts, _ = read_prompts([place / "prompts.jsonl"], make_tokenizer_of(target_dir))
+    results = measure_acceptance(
+        target,
+        load_draft_head(place / "draft"),
+        prompts,
+        num_speculative_tokens=NUM_DRAFTED,
+        max_new_tokens=24,
+        progress=False,
+    )
+    expected = group_figures(results)
+    assert list(figures["groups"]) == list(expected) == ["all", "qa", "rag"]
+    for name, group in expected.items():
+        found = figures["groups"][name]["every"]
+        assert found["verify_steps"] == group.every.verify_steps > 0
+        assert found["accepted"] == group.every.accepted
+        assert group.every.acceptance_length is not None
+        assert found["acceptance_length"]["value"] == group.every.acceptance_length.value
+    assert figures["groups"]["all"]["every"]["accepted"] > 0
+    length = expected["all"].every.acceptance_length
+    assert length is not None
+    assert f"{length.value:.2f}" in outcome.out
+    assert f"{length.low:.2f}..{length.high:.2f}" in outcome.out
+    assert "1 later turns are left out" in outcome.out
+    assert (tmp_path / "f.png").read_bytes().startswith(b"\x89PNG")
+
+
+def make_tokenizer_of(directory: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(directory)
+
+
+def test_greedy_float32_answers_equal_plain_ones_and_the_walks_counts(place: Path, tmp_path: Path) -> None:
+    figures = figures_of(measure(place, json=tmp_path / "f.json"), tmp_path / "f.json")
+    every, expected, speed = figures["groups"]["all"]["every"], figures["expected"], figures["speed"]
+    assert figures["answers_unlike_plain"] == 0
+    assert expected["verify_steps"] == every["verify_steps"]
+    assert expected["acceptance_length"] == pytest.approx(every["emitted_per_step"])
+    assert speed["plain_tokens"] == speed["tokens"] == every["tokens"]
+    assert speed["speedup"] == pytest.approx(speed["plain_seconds"] / speed["seconds"])
+
+
+def test_plain_decoding_can_be_left_out_and_samples_have_no_walk(place: Path, tmp_path: Path) -> None:
+    outcome = measure(
+        place, json=tmp_path / "f.json", temperature=1.0, proposal="sampled", compare_plain="false"
+    )
+    figures = figures_of(outcome, tmp_path / "f.json")
+    assert figures["expected"] is figures["answers_unlike_plain"] is figures["speed"]["speedup"] is None
+    assert "temperature 1.0, sampled proposal" in outcome.out
+
+
+def test_u04_the_runs_template_options_are_used_again(place: Path, tmp_path: Path) -> None:
+    target = write_target(tmp_path / "target", template=EMPTY)
+    draft = changed_draft(place, tmp_path / "draft")
+    values = {"target": str(target), "data": ["d.jsonl"], "template_options": ["enable_thinking=false"]}
+    (draft / "run_config.yaml").write_text(yaml.safe_dump(values))
+    lengths = []
+    for flags in ({}, {"template_options": "enable_thinking=true"}):
+        # A context that the longer prompts just exceed tells their length.
+        line = measure(place, draft=draft, max_new_tokens=512, **flags).refusal()
+        lengths.append(int(line.split("the prompt's ")[1].split()[0]))
+    think = len(make_tokenizer(EMPTY)("<think>\n\n</think>\n\n").input_ids)
+    assert lengths[0] == lengths[1] + think
+
+
+def test_prompts_can_be_fewer_and_the_demos_are_found(tmp_path: Path, place: Path) -> None:
+    figures = figures_of(measure(place, json=tmp_path / "f.json", max_prompts=2), tmp_path / "f.json")
+    assert figures["groups"]["all"]["every"]["prompts"] == 2
+    assert figures["data"]["rows_not_measured"] == 3
+    line = measure(place, target="demo").refusal()
+    assert "hidden size" in line
+
+
+BAD_FLAGS = {
+    "num_speculative_tokens": (0, ("--num_speculative_tokens is 0", "at least 1")),
+    "temperature": (-1.0, ("--temperature is -1.0",)),
+    "proposal": ("sampled", ("--proposal sampled", "--temperature")),
+    "json": ("/nowhere/f.json", ("--json /nowhere/f.json", "/nowhere")),
+    "plot": ("f.bmp", ("--plot f.bmp", ".png")),
+    "draft": ("/nowhere", ("/nowhere/config.json does not exist",)),
+    "target": ("/nowhere", ("--target /nowhere", "does not exist")),
+    "prompts": ("/nowhere.jsonl", ("/nowhere.jsonl: no such file", "--prompts")),
+    "max_new_tokens": (4096, ("prompts.jsonl:", "context of 512", "--max_new_tokens")),
+    "promts": ("a", ("unknown flag --promts; did you mean --prompts",)),
+}
+
+
+@pytest.mark.parametrize("flag", BAD_FLAGS)
+def test_bad_options_are_refused_in_one_line(place: Path, flag: str) -> None:
+    value, words = BAD_FLAGS[flag]
+    line = measure(place, **{flag: value}).refusal()
+    for word in words:
+        assert word in line
+
+
+def test_drafts_and_prompts_that_cannot_be_used_are_refused_in_one_line(place: Path, tmp_path: Path) -> None:
+    head = load_file(place / "draft" / "model.safetensors")
+    broken = head["fc.weight"].clone()
+    broken[0, 0] = float("nan")
+    nan_draft = changed_draft(place, tmp_path / "nan", **{"fc.weight": broken})
+    no_run = changed_draft(place, tmp_path / "no_run")
+    (no_run / "run_config.yaml").unlink()
+    empty = tmp_path / "empty.jsonl"
+    empty.write_text("")
+    narrow = write_target(tmp_path / "narrow", hidden_size=16, num_attention_heads=2)
+    for named, words in (
+        ({"draft": nan_draft}, ("fc.weight holds a NaN",)),
+        ({"draft": no_run}, ("--target is not named",)),
+        ({"prompts": empty}, ("empty.jsonl", "no rows")),
+        ({"target": narrow}, ("hidden size is 32", "16")),
+    ):
+        line = measure(place, **named).refusal()
+        for word in words:
+            assert word in line
+
+
+def test_help_names_every_option(place: Path) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        run("measure", "--help")
+    assert stopped.value.code == 0
