@@ -92,7 +92,10 @@ def main() -> None:
     args = parse_args()
     try:
         cases = [probe_case(args.probe)] if args.probe else []
-        cases += [head_case(*map(Path, paths), args) for paths in args.head]
+        cases += [
+            head_case(*map(Path, paths), args.num_prompts, args.num_speculative_tokens, args.max_new_tokens)
+            for paths in args.head
+        ]
         if not cases:
             raise InputError("nothing to compare; name a head with --head, or a fixture with --probe")
         engines = [engine for engine in args.engines if report_environment(engine)]
@@ -131,6 +134,7 @@ def parse_args() -> argparse.Namespace:
 
 
 def probe_case(folder: Path) -> Case:
+    """A fixture: target/, draft/, and prompts in counts.json."""
     counts = json.loads((folder / "counts.json").read_text())
     prompts = [
         Prompt(tuple(row["prompt_ids"]), f"probe:{index}") for index, row in enumerate(counts["prompts"])
@@ -144,11 +148,19 @@ def probe_case(folder: Path) -> Case:
     )
 
 
-def head_case(target_dir: Path, draft_dir: Path, prompt_file: Path, args: argparse.Namespace) -> Case:
+def head_case(
+    target_dir: Path,
+    draft_dir: Path,
+    prompt_file: Path,
+    num_prompts: int,
+    num_speculative_tokens: int,
+    max_new_tokens: int,
+) -> Case:
+    """A head and num_prompts prompts of a file, evenly spaced."""
     tokenizer = AutoTokenizer.from_pretrained(target_dir)
     vocab_size = read_target_config(str(target_dir)).vocab_size
-    prompts, _ = read_prompts([prompt_file], tokenizer, vocab_size=vocab_size, max_prompts=args.num_prompts)
-    return Case(target_dir, draft_dir, prompts, args.num_speculative_tokens, args.max_new_tokens)
+    prompts, _ = read_prompts([prompt_file], tokenizer, vocab_size=vocab_size, max_prompts=num_prompts)
+    return Case(target_dir, draft_dir, prompts, num_speculative_tokens, max_new_tokens)
 
 
 def environment(engine: str) -> Path | None:
