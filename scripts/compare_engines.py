@@ -312,7 +312,7 @@ def run_engine(engine: str, case: Case) -> Run:
 
 def case_table(case: Case, greedy: list[list[int]], runs: list[Run]) -> str:
     """One row a run. The last two columns are counted prompt by prompt: greedy tokens equal to the target's
-    own, and drafted and accepted counts equal to our decoder's under the same rule.
+    own, and counts equal to our decoder's under the same rule.
     """
     measured = {run.capped: run for run in runs if run.name == "measured by us"}
     rows = []
@@ -344,8 +344,8 @@ def case_table(case: Case, greedy: list[list[int]], runs: list[Run]) -> str:
 
 
 def same_counts(one: PromptCounts, other: PromptCounts) -> bool:
-    """Drafted and accepted tokens, by position where both tell."""
-    if (one.drafted, one.accepted) != (other.drafted, other.accepted):
+    """Verify steps, drafted and accepted tokens, and acceptance by position where both tell."""
+    if (one.verify_steps, one.drafted, one.accepted) != (other.verify_steps, other.drafted, other.accepted):
         return False
     if one.accepted_per_position is None or other.accepted_per_position is None:
         return True

@@ -24,8 +24,9 @@ step() {
     echo "== $engine: $doing"
 }
 
+# Bytecode is left to first use: most of what comes along is never imported.
 install() {
-    "$dir/bin/python" -m pip --disable-pip-version-check install "$@"
+    "$dir/bin/python" -m pip --disable-pip-version-check install --no-compile "$@"
 }
 
 # The engine's library is built against PyTorch's CPU build, so pip must find that build (a local folder or an

@@ -87,6 +87,7 @@ def test_counts_by_position_are_compared_where_both_tell() -> None:
     assert same_counts(told, PromptCounts(None, 4, 8, 3, None))
     assert not same_counts(told, PromptCounts(None, 4, 8, 3, [3, 0]))
     assert not same_counts(told, PromptCounts(None, 4, 9, 3, None))
+    assert not same_counts(told, PromptCounts(None, 5, 8, 3, None))
 
 
 def test_an_unfinished_environment_is_absent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

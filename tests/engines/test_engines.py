@@ -69,12 +69,9 @@ def test_an_engine_gives_the_probes_counts(engine: str, probe_run: Run, truth: d
     totals = probe_run.totals()
     assert totals.accepted == expected["accepted"]
     assert totals.drafted == expected.get("drafted", truth["num_speculative_tokens"] * truth["verify_steps"])
+    assert totals.verify_steps == expected["verify_steps"]
     if engine != "openvino":
-        assert totals.verify_steps == expected["verify_steps"]
         assert totals.accepted_per_position == expected["accepted_per_position"]
-    if engine != "llamacpp":  # it does not count a step that drafts nothing; the others take the same steps
-        steps = [row["verify_steps"] for row in truth["prompts"]]
-        assert [prompt.verify_steps for prompt in probe_run.prompts] == steps
 
 
 def test_an_engine_counts_a_head_of_ours_as_we_do(engine: str, demo_case: Case) -> None:
