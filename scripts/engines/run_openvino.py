@@ -92,17 +92,17 @@ def decode(pipeline, prompt: list[int], request: dict) -> dict:
 def prompt_counts(num_tokens: int, passes: int, told_drafted: int, told_accepted: int) -> dict[str, int]:
     """The counts of a whole answer. OpenVINO's own leave out the pass that ends it (seen in 2026.4.1).
 
-    Every pass gives one token beside those that it accepts, so tokens and passes tell how many were accepted in
-    all. The last pass drafts no more than it can use and is only the last because all of that was accepted:
-    what is missing was drafted and accepted. Where nothing is missing, the last pass drafted nothing and is no
+    Every pass gives one token beside those that it accepts, so tokens and passes tell how many were accepted
+    in all. The last pass drafts no more than it can use and is the last because all of that was accepted: what
+    is missing was drafted and accepted. Where nothing is missing, the last pass drafted nothing and is no
     verify step.
     """
     accepted = num_tokens - 1 - passes
     of_the_last = accepted - told_accepted
     if of_the_last < 0:
         raise SystemExit(
-            f"OpenVINO tells {told_accepted} accepted tokens, but {num_tokens} tokens in {passes} passes hold "
-            f"{accepted}; this version counts in another way"
+            f"OpenVINO tells {told_accepted} accepted tokens, but {num_tokens} tokens in {passes} passes "
+            f"hold {accepted}; this version counts in another way"
         )
     return {
         "verify_steps": passes - (of_the_last == 0),
