@@ -93,9 +93,9 @@ def prompt_counts(num_tokens: int, passes: int, told_drafted: int, told_accepted
     """The counts of a whole answer. OpenVINO's own leave out the pass that ends it (seen in 2026.4.1).
 
     Every pass gives one token beside those that it accepts, so tokens and passes tell how many were accepted
-    in all. The last pass drafts no more than it can use and is the last because all of that was accepted: what
-    is missing was drafted and accepted. Where nothing is missing, the last pass drafted nothing and is no
-    verify step.
+    in all. The last pass drafts no more than it can use and is the last because all of that was accepted:
+    what is missing was drafted and accepted. Where nothing is missing, the last pass drafted nothing and is
+    no verify step.
     """
     accepted = num_tokens - 1 - passes
     of_the_last = accepted - told_accepted
