@@ -56,8 +56,8 @@ def main() -> None:
 
 def max_model_len(request: dict) -> int:
     """Tokens of the longest context, with room to spare as far as the target allows: where it was just long
-    enough, prompts of one batch spoilt each other's drafts and counts changed from run to run (seen in 0.32.0;
-    one prompt at a time was right).
+    enough, prompts of one batch spoilt each other's drafts and counts changed from run to run (seen in
+    0.32.0; one prompt at a time was right).
     """
     config = json.loads((Path(request["target_dir"]) / "config.json").read_text())
     longest = max(map(len, request["prompts"])) + request["max_new_tokens"]
