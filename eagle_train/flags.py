@@ -168,6 +168,8 @@ def _parser(fields: Fields, command: str, description: str) -> argparse.Argument
             extra |= {"type": _or_none(base) if optional and not many else base}
             extra |= {"nargs": "+", "action": "extend"} if many else {}
         shown = "" if default in (None, "") else f" [{default}]"
-        flag = f.name if f.metadata["positional"] else f"--{f.name}"
+        flag = f"--{f.name}"
+        if f.metadata["positional"]:
+            flag, extra["metavar"] = f.name, f.name
         groups[name].add_argument(flag, help=f.metadata["help"].replace("%", "%%") + shown, **extra)
     return parser

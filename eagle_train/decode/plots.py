@@ -84,7 +84,8 @@ def draw_acceptance(
     panels[0].set_ylim(0, 1)
     panels[0].xaxis.get_major_locator().set_params(integer=True)
     dress(panels[0], "Acceptance by position", "share of verify steps", "drafted token")
-    panels[0].legend(frameon=False)
+    # Above the panel, beside its title, where it covers no point.
+    panels[0].legend(loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=2, frameon=False, borderaxespad=0.1)
     if categories:
         _draw_categories(panels[1], groups)
     return figure

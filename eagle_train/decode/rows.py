@@ -89,7 +89,8 @@ class TargetRows:
     def __init__(self, target: FrozenTarget, aux_layer_ids: tuple[int, ...], capacity: int) -> None:
         self.target = target
         self.aux_layer_ids = aux_layer_ids
-        self.cache: Any = SlotCache(capacity) if target.isolates_documents else _croppable_cache(target)
+        cache = _croppable_cache(target)
+        self.cache: Any = SlotCache(capacity) if target.isolates_documents else cache
         # Beyond the limit lie drafts that no answer keeps; a learned position table has no row for them.
         self.last_position = (getattr(target.config, "max_position_embeddings", None) or capacity) - 1
         names = inspect.signature(target.decoder.forward).parameters

@@ -20,7 +20,7 @@ from eagle_train.files import write_json
 from eagle_train.flags import parse
 from eagle_train.model.checkpoint import load_draft_head
 from eagle_train.model.eagle3 import Eagle3DraftHead
-from eagle_train.model.target import FrozenTarget
+from eagle_train.model.target import FrozenTarget, read_target_config
 from eagle_train.train.evaluate import evaluate
 from eagle_train.train.measure_report import Expected, Measurement, Speed, as_json, format_measurement
 from eagle_train.train.output import RUN_CONFIG
@@ -42,9 +42,13 @@ def measure(options: MeasureConfig) -> None:
         check_plot("--plot", Path(options.plot))
     if options.num_threads:
         torch.set_num_threads(options.num_threads)
+    head = load_draft_head(options.draft)
     run = with_run_options(options)
     options = replace(options, target=run.target)
-    target, head, prompts, report = open_pair(options, run)
+    target, prompts, report = open_target_and_prompts(options, run)
+    check_pair(target, head)
+    target.aux_layer_ids = draft_aux_layer_ids(target, head)
+    head.to(target.device)
     measurement = measure_prompts(options, target, head, prompts)
     print(format_measurement(options, target, report, len(prompts), measurement))
     if options.json is not None:
@@ -54,17 +58,17 @@ def measure(options: MeasureConfig) -> None:
         save_figure(draw_acceptance(measurement.groups, shares), Path(options.plot))
 
 
-def open_pair(
+def open_target_and_prompts(
     options: MeasureConfig, run: TrainConfig
-) -> tuple[FrozenTarget, Eagle3DraftHead, list[Prompt], PromptReport]:
-    """Target, head and prompts, checked against each other. run: from `with_run_options`."""
-    head = load_draft_head(options.draft)
+) -> tuple[FrozenTarget, list[Prompt], PromptReport]:
+    """What the head is measured with; cheap checks first. run: from `with_run_options`."""
     assert run.target is not None
     is_demo = run.target == DEMO_NAME
     name = str(DEMO / "target") if is_demo else run.target
     paths = options.prompts or ((str(DEMO / "heldout.jsonl"),) if is_demo else ())
     if not paths:
         raise InputError("no prompts; name a JSONL file with --prompts")
+    read_target_config(name, options.trust_remote_code)  # says clearly what is not there
     prompts, report = read_prompts(
         paths,
         load_tokenizer(name, run),
@@ -74,9 +78,7 @@ def open_pair(
     device = choose_device(options.device)
     target = open_target(name, run, device, choose_dtype(options.dtype, device), ANY_LAYERS)
     assert isinstance(target, FrozenTarget)
-    check_pair(target, head)
-    target.aux_layer_ids = draft_aux_layer_ids(target, head)
-    return target, head.to(device), prompts, report
+    return target, prompts, report
 
 
 def with_run_options(options: MeasureConfig) -> TrainConfig:

@@ -103,7 +103,7 @@ def format_measurement(
 def format_groups(groups: Mapping[str, GroupFigures]) -> str:
     """A line a group; its acceptance length with the interval, and without looping answers."""
     header = ["", "prompts", "looping", "tokens", "verify steps", "acceptance length", "95 % interval"]
-    header += ["length, not looping", "length, looping"]
+    header += ["not looping", "looping alone"]
     rows = []
     for name, group in groups.items():
         every, apart = group.every, (group.without_looping, group.looping)
@@ -144,8 +144,8 @@ def comparison_facts(
     if expected is not None:
         facts["expected acceptance length"] = (
             f"{format_figure(expected.acceptance_length)} by the chain walk over these answers, measured "
-            f"{format_figure(every.emitted_per_step)} (tokens emitted per verify step; expected "
-            f"{expected.verify_steps:,} steps, measured {every.verify_steps:,})"
+            f"{format_figure(every.emitted_per_step)} (tokens a step; steps: expected "
+            f"{expected.verify_steps:,}, measured {every.verify_steps:,})"
         )
     facts["acceptance_length_prompt_mean"] = (
         f"{format_figure(every.acceptance_length_prompt_mean)} (each prompt weighs the same; not pooled)"

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 DEFAULT_NAME = "plot.png"
+FEWEST_POINTS = 4  # validations that make a curve; with fewer, training is shown
 
 Event = Mapping[str, Any]
 
@@ -45,10 +46,10 @@ class RunMetrics:
     measured: list[Event]
 
     def tokens(self, events: Sequence[Event]) -> list[float]:
-        """Training tokens seen at each event, in millions; only train events say it, others lie between."""
+        """Training tokens seen at each event; only train events say it, others lie between."""
         steps = [0, *(event["step"] for event in self.train)]
         tokens = [0, *(event["total_tokens"] for event in self.train)]
-        return [float(np.interp(event["step"], steps, tokens)) / 1e6 for event in events]
+        return [float(np.interp(event["step"], steps, tokens)) for event in events]
 
 
 def plot(config: PlotConfig) -> Path:
@@ -94,12 +95,13 @@ def draw_runs(runs: Sequence[RunMetrics]) -> "Figure":
     axes = figure.subplots(2, 3)
     colours = [COLOURS[index % len(COLOURS)] for index in range(len(runs))]
     n = shown_length(runs)
+    prefix = "eval_" if min(len(run.validations) for run in runs) >= FEWEST_POINTS else ""
     for run, colour in zip(runs, colours, strict=True):
         _draw_curve(axes[0, 0], run, "loss", colour)
         _draw_curve(axes[0, 1], run, "acceptance_length", colour, key=n)
         _draw_measured(axes[0, 1], run, colour)
         _draw_depths(axes[0, 2], run, colour)
-        _draw_depth_courses(axes[1, 0], run, colour)
+        _draw_depth_courses(axes[1, 0], run, colour, prefix)
         fill = [100 * event["fill"] for event in run.train]
         axes[1, 1].plot(run.tokens(run.train), fill, color=colour, linewidth=1.6)
         speed = [event["tokens_per_second"] or np.nan for event in run.train]
@@ -110,19 +112,31 @@ def draw_runs(runs: Sequence[RunMetrics]) -> "Figure":
         ("Loss", "sum of weighted cross-entropies (nats)"),
         (f"Acceptance length at n = {n} drafted tokens", f"tokens per verify step (expected{note})"),
         ("Acceptance by depth, last validation", "share of supervised rows"),
-        ("Top-1 agreement of each depth", "share of supervised rows"),
+        (
+            f"Top-1 agreement of each depth, {'validation' if prefix else 'training'}",
+            "share of supervised rows",
+        ),
         ("Fill of the batches", "real tokens / computed slots (%)"),
         ("Speed (moving average)", "tokens per second"),
     )
     for panel, (title, unit) in zip(axes.flat, titles, strict=True):
-        dress(panel, title, unit, "training tokens (millions)")
+        dress(panel, title, unit, "training tokens")
+        if panel is not axes[0, 2]:
+            panel.set_xlim(left=-0.03 * panel.get_xlim()[1])  # from the start on, its marker whole
+            panel.xaxis.set_major_formatter(_in_thousands)
     axes[0, 2].set_xlabel("ttt_step k, drafted tokens before this one")
     axes[0, 2].xaxis.get_major_locator().set_params(integer=True)
     for panel in (axes[0, 2], axes[1, 0]):
         panel.set_ylim(0, 1)
     axes[1, 1].set_ylim(top=101)
     axes[1, 2].set_ylim(bottom=0)
-    figure.legend(handles=_legend(runs, colours), loc="outside lower center", ncols=5, frameon=False)
+    axes[1, 2].yaxis.set_major_formatter(_in_thousands)
+    names = [
+        legend_line(color=colour, linewidth=4, label=run.label)
+        for run, colour in zip(runs, colours, strict=True)
+    ]
+    figure.legend(handles=names, loc="outside upper center", ncols=4, frameon=False)
+    figure.legend(handles=_style_legend(runs), loc="outside lower center", ncols=5, frameon=False)
     return figure
 
 
@@ -175,25 +189,23 @@ def _draw_depths(panel: "Axes", run: RunMetrics, colour: str) -> None:
         panel.plot(range(len(shown)), shown, style, color=colour, marker="o", markersize=4, linewidth=1.6)
 
 
-def _draw_depth_courses(panel: "Axes", run: RunMetrics, colour: str) -> None:
-    """One line a depth, the fainter the deeper."""
-    of_validation = len(run.validations) > 1
-    events = run.validations if of_validation else run.train
-    curves_KE = np.array(
-        [event["eval_top1_agreement" if of_validation else "top1_agreement"] for event in events], dtype=float
-    ).T
+def _draw_depth_courses(panel: "Axes", run: RunMetrics, colour: str, prefix: str) -> None:
+    """One line a depth, the fainter the deeper. prefix: of the names in validation events, or none."""
+    events = run.validations if prefix else run.train
+    curves_KE = np.array([event[f"{prefix}top1_agreement"] for event in events], dtype=float).T
     for depth, curve in enumerate(curves_KE):
         alpha = 1 - 0.75 * depth / max(len(curves_KE) - 1, 1)
         panel.plot(run.tokens(events), curve, color=colour, alpha=alpha, linewidth=1.6)
 
 
-def _legend(runs: Sequence[RunMetrics], colours: Sequence[str]) -> list[Any]:
-    """Handles below the panels, where they cover nothing: runs, then what the line styles mean."""
+def _in_thousands(value: float, _: int) -> str:
+    """12,000 and 1.5 M: an axis without powers of ten."""
+    return f"{value / 1e6:,.4g} M" if abs(value) >= 1e6 else f"{value:,.6g}"
+
+
+def _style_legend(runs: Sequence[RunMetrics]) -> list[Any]:
+    """Handles for what the line styles mean; beside the panels, where they cover nothing."""
     handles = [
-        legend_line(color=colour, linewidth=4, label=run.label)
-        for run, colour in zip(runs, colours, strict=True)
-    ]
-    handles += [
         legend_line(color=INK, linewidth=1, alpha=0.55, label="training"),
         legend_line(color=INK, linewidth=2, marker="o", markersize=4.5, label="validation"),
     ]

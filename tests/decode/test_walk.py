@@ -9,21 +9,22 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from eagle_train import load_samples, load_target
+from eagle_train import load_target
 from eagle_train.data.collator import BucketingCollator
-from eagle_train.data.samples import Sample
+from eagle_train.data.samples import Sample, answer_remaining_from_spans
 from eagle_train.decode.chain import measure_acceptance
 from eagle_train.decode.results import Prompt, PromptResult, answer_samples
 from eagle_train.model.eagle3 import Eagle3DraftHead
 from eagle_train.model.target import FrozenTarget, draft_config
 from eagle_train.model.vocab import choose_draft_vocabulary
 from eagle_train.objective.acceptance import WalkCounts, chain_walk, leading_hits, pool
+from eagle_train.objective.unroll import supervise, unrolled_sums
 from eagle_train.train.evaluate import evaluate, micro_batch_sums, step_weights
 
 DEMO = Path(__file__).resolve().parents[2] / "eagle_train" / "demo"
 N = 5
-MAX_NEW_TOKENS = 48
-NUM_PROMPTS = 16
+MAX_NEW_TOKENS = 72
+NUM_PROMPTS = 8
 
 
 @pytest.fixture(scope="module")
@@ -33,23 +34,33 @@ def target() -> FrozenTarget:
 
 
 @pytest.fixture(scope="module")
-def head(target: FrozenTarget) -> Eagle3DraftHead:
-    """A head of the demo target after 25 small steps: it hits about as often as it misses."""
-    tokenizer = AutoTokenizer.from_pretrained(DEMO / "target")
-    samples, _ = load_samples(
-        [DEMO / "train.jsonl"], tokenizer, vocab_size=target.vocab_size, max_rows=100, progress=False
-    )
+def head(target: FrozenTarget, conversations: list[tuple[Prompt, list[int]]]) -> Eagle3DraftHead:
+    """A head fitted for a while to the very answers: it hits about as often as it misses."""
+    samples = [
+        Sample(
+            np.array(prompt.token_ids + tuple(answer), dtype=np.int32),
+            answer_remaining_from_spans(
+                len(prompt.token_ids) + len(answer),
+                [(len(prompt.token_ids), len(prompt.token_ids) + len(answer))],
+            ),
+            prompt.source,
+        )
+        for prompt, answer in conversations
+    ]
     counts_V = np.bincount(np.concatenate([s.input_ids for s in samples]), minlength=target.vocab_size)
-    draft_token_ids, _ = choose_draft_vocabulary(counts_V, 600, always=[3])
+    draft_token_ids, _ = choose_draft_vocabulary(counts_V, 300, always=[3])
     torch.manual_seed(0)
     head = Eagle3DraftHead(draft_config(target, len(draft_token_ids)))
     head.set_vocabulary(draft_token_ids)
-    batches = [BucketingCollator(64)(samples[start : start + 4]) for start in range(0, 100, 4)]
-    aux = target.features(batches[0]).aux_hidden_states
-    head.start_from_target(target.lm_head.weight, target.final_norm_weight(), aux)
-    optimizer = torch.optim.AdamW(head.parameters(), lr=5e-3)
-    for batch in batches:
-        micro_batch_sums(head, target, batch, step_weights(batch.supervised_counts(N), 0.8)).loss.backward()
+    batch = BucketingCollator(64)(samples)
+    features = target.features(batch)
+    head.start_from_target(target.lm_head.weight, target.final_norm_weight(), features.aux_hidden_states)
+    optimizer = torch.optim.AdamW(head.parameters(), lr=1e-2)
+    weights = step_weights(batch.supervised_counts(N), 0.8)
+    supervision = supervise(batch.answer_remaining, N)
+    for _ in range(16):
+        sums = unrolled_sums(head, target.embed, target.logits, batch, supervision, features, weights)
+        sums.loss.backward()
         optimizer.step()
         optimizer.zero_grad()
     return head
