@@ -36,7 +36,7 @@ from eagle_train.decode.chain import measure_acceptance
 from eagle_train.decode.prompts import read_prompts
 from eagle_train.decode.results import Prompt
 from eagle_train.model.eagle3 import Eagle3DraftHead
-from eagle_train.model.target import FrozenTarget, read_target_config
+from eagle_train.model.target import FrozenTarget
 from eagle_train.objective.acceptance import leading_hits
 from eagle_train.train.evaluate import micro_batch_sums
 from eagle_train.train.report import format_table
@@ -158,8 +158,7 @@ def head_case(
 ) -> Case:
     """A head and num_prompts prompts of a file, evenly spaced."""
     tokenizer = AutoTokenizer.from_pretrained(target_dir)
-    vocab_size = read_target_config(str(target_dir)).vocab_size
-    prompts, _ = read_prompts([prompt_file], tokenizer, vocab_size=vocab_size, max_prompts=num_prompts)
+    prompts, _ = read_prompts([prompt_file], tokenizer, max_prompts=num_prompts)
     return Case(target_dir, draft_dir, prompts, num_speculative_tokens, max_new_tokens)
 
 
