@@ -3,7 +3,9 @@
 import json
 import os
 import subprocess
+import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -88,6 +90,19 @@ def test_counts_by_position_are_compared_where_both_tell() -> None:
     assert not same_counts(told, PromptCounts(None, 4, 8, 3, [3, 0]))
     assert not same_counts(told, PromptCounts(None, 4, 9, 3, None))
     assert not same_counts(told, PromptCounts(None, 5, 8, 3, None))
+
+
+def test_openvinos_counts_are_completed_by_the_last_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What OpenVINO 2026.4.1 told for the probe's prompts, and the capped counts of the same answers."""
+    for name in ("openvino", "openvino_genai"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    from scripts.engines.run_openvino import prompt_counts
+
+    told = [(15, 41, 23), (11, 30, 26), (15, 40, 24), (12, 33, 24), (10, 27, 27), (16, 44, 23), (11, 30, 28)]
+    true = [(15, 42, 24), (11, 32, 28), (14, 40, 24), (12, 36, 27), (10, 29, 29), (15, 44, 23), (10, 30, 28)]
+    assert [tuple(prompt_counts(40, *row).values()) for row in told] == true
+    with pytest.raises(SystemExit, match="counts in another way"):
+        prompt_counts(40, 15, 45, 25)
 
 
 def test_an_unfinished_environment_is_absent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
