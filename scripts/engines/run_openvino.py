@@ -8,6 +8,7 @@ tokens that are left less one (`capped` is true) and does not tell acceptance by
 """
 
 import json
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -17,6 +18,8 @@ from pathlib import Path
 import numpy as np
 import openvino as ov
 import openvino_genai
+import torch
+from safetensors.torch import load_file, save_file
 
 AUX_IDS_KEY = "eagle_aux_hidden_state_layer_ids"
 FLOAT32 = {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32"}
@@ -28,7 +31,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         target_ir, draft_ir = Path(scratch) / "target", Path(scratch) / "draft"
         export(target_dir, target_ir)
-        export(draft_dir, draft_ir, "--trust-remote-code")
+        export(with_maps(draft_dir, Path(scratch) / "with_maps"), draft_ir, "--trust-remote-code")
         set_aux_layers(draft_ir / "openvino_model.xml", hidden_layers(target_dir, draft_dir))
         draft = openvino_genai.draft_model(str(draft_ir), "CPU", **FLOAT32)
         pipeline = openvino_genai.LLMPipeline(str(target_ir), "CPU", draft_model=draft, **FLOAT32)
@@ -38,6 +41,22 @@ def main() -> None:
             {"version": f"OpenVINO GenAI {version('openvino-genai')}", "capped": True, "prompts": results}
         )
     )
+
+
+def with_maps(draft_dir: Path, copy: Path) -> Path:
+    """The head, or a copy with `d2t` and `t2d` where it has none because its vocabulary is the target's:
+    the exporter makes maps in any case and does not fill them, so that nearly nothing would be accepted.
+    """
+    weights = draft_dir / "model.safetensors"
+    if not weights.is_file() or "d2t" in (tensors := load_file(weights)):
+        return draft_dir
+    vocab_size = json.loads((draft_dir / "config.json").read_text())["vocab_size"]
+    tensors["d2t"] = torch.zeros(vocab_size, dtype=torch.int64)  # offsets
+    tensors["t2d"] = torch.ones(vocab_size, dtype=torch.bool)
+    copy.mkdir()
+    shutil.copy(draft_dir / "config.json", copy)
+    save_file(tensors, copy / weights.name, metadata={"format": "pt"})
+    return copy
 
 
 def export(model: Path, out: Path, *flags: str) -> None:

@@ -94,7 +94,7 @@ def test_counts_by_position_are_compared_where_both_tell() -> None:
 
 def test_openvinos_counts_are_completed_by_the_last_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     """What OpenVINO 2026.4.1 told for the probe's prompts, and the capped counts of the same answers."""
-    for name in ("openvino", "openvino_genai"):
+    for name in ("openvino", "openvino_genai"):  # its own Python has them
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     from scripts.engines.run_openvino import prompt_counts
 
