@@ -102,6 +102,13 @@ def test_a_fenced_library_is_imported_in_its_home_only(library: str, home: str) 
     assert {label(path) for path in files if imports_any(path, library)} == set()
 
 
+def test_a_program_for_an_engine_imports_nothing_of_ours() -> None:
+    """It is run by the engine's own Python, where this package is not installed."""
+    programs = sorted((ROOT / "scripts" / "engines").glob("run_*.py"))
+    assert programs
+    assert {label(path) for path in programs if imports_any(path, "eagle_train", "scripts")} == set()
+
+
 def test_the_planner_needs_numpy_and_the_standard_library_only() -> None:
     names = {name.split(".")[0] for name in imported(PACKAGE / "data" / "packing.py")}
     assert names - set(sys.stdlib_module_names) == {"numpy"}

@@ -1,0 +1,355 @@
+"""The same heads and prompts in every engine at hand, in our decoder, and as teacher forcing expects them.
+
+    scripts/setup_engine.sh openvino        # and vllm, llamacpp: each builds one engine's environment
+    python scripts/compare_engines.py --head TARGET_DIR DRAFT_DIR PROMPTS.jsonl
+    python scripts/compare_engines.py --probe shared/fixtures/engine_probe
+
+Greedy, float32, ends of text ignored, so that counts can be compared one to one. "expected" walks the
+target's own greedy tokens by teacher forcing; "measured" is our decoder. Engines differ in one rule: vLLM
+drafts n tokens at the last verify step too, llama.cpp and OpenVINO at most the tokens that are left less one
+("capped"), so expected and measured are given under both rules. The acceptance length is 1 + accepted /
+verify steps.
+
+An engine's runner (scripts/engines/run_ENGINE.py, run by the engine's own Python) reads a JSON file with
+target_dir, draft_dir, prompts (token ids), num_speculative_tokens and max_new_tokens. It writes one with
+version, capped (whether the last step's draft is cut), and for each prompt token_ids, verify_steps, drafted,
+accepted and accepted_per_position (null where the engine does not tell).
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from tqdm import tqdm
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from eagle_train import BucketingCollator, InputError, Sample, load_draft_head, load_target
+from eagle_train.data.samples import answer_remaining_from_spans
+from eagle_train.decode.chain import measure_acceptance
+from eagle_train.decode.prompts import read_prompts
+from eagle_train.decode.results import Prompt
+from eagle_train.model.eagle3 import Eagle3DraftHead
+from eagle_train.model.target import FrozenTarget
+from eagle_train.objective.acceptance import leading_hits
+from eagle_train.train.evaluate import micro_batch_sums
+from eagle_train.train.report import format_table
+
+ENGINES = ("vllm", "openvino", "llamacpp")
+SCRIPTS = Path(__file__).resolve().parent
+LOG_LINES_SHOWN = 15
+
+
+@dataclass(frozen=True, slots=True)
+class PromptCounts:
+    """One prompt decoded: its new tokens, and the counts of its verify steps. None: not told."""
+
+    token_ids: list[int] | None
+    verify_steps: int
+    drafted: int
+    accepted: int
+    accepted_per_position: list[int] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """All prompts under one decoder. capped: whether the last step drafts no more than can be used."""
+
+    name: str
+    capped: bool
+    prompts: list[PromptCounts]
+
+    def totals(self) -> PromptCounts:
+        by_position = [prompt.accepted_per_position for prompt in self.prompts]
+        told = [counts for counts in by_position if counts is not None]
+        return PromptCounts(
+            token_ids=None,
+            verify_steps=sum(prompt.verify_steps for prompt in self.prompts),
+            drafted=sum(prompt.drafted for prompt in self.prompts),
+            accepted=sum(prompt.accepted for prompt in self.prompts),
+            accepted_per_position=np.sum(told, axis=0).tolist() if len(told) == len(by_position) else None,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One head and its prompts."""
+
+    target_dir: Path
+    draft_dir: Path
+    prompts: list[Prompt]
+    num_speculative_tokens: int
+    max_new_tokens: int
+
+
+def main() -> None:
+    args = parse_args()
+    try:
+        cases = [probe_case(args.probe)] if args.probe else []
+        cases += [
+            head_case(*map(Path, paths), args.num_prompts, args.num_speculative_tokens, args.max_new_tokens)
+            for paths in args.head
+        ]
+        if not cases:
+            raise InputError("nothing to compare; name a head with --head, or a fixture with --probe")
+        engines = [engine for engine in args.engines if report_environment(engine)]
+        results = [(case, *compare(case, engines)) for case in cases]
+    except InputError as error:
+        raise SystemExit(f"compare_engines: {error}") from error
+    for case, greedy, runs in results:
+        print(f"\n{case.draft_dir}\n{case_table(case, greedy, runs)}")
+    if args.json:
+        written = [
+            {"draft": str(case.draft_dir), "runs": [asdict(run) for run in runs]} for case, _, runs in results
+        ]
+        args.json.write_text(json.dumps(written, indent=1))
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--head",
+        nargs=3,
+        action="append",
+        default=[],
+        metavar=("TARGET", "DRAFT", "PROMPTS"),
+        help="directories of a target and a head, and a prompt file as `measure` reads it; may be given "
+        "several times",
+    )
+    parser.add_argument("--probe", type=Path, help="a folder with target/, draft/ and counts.json")
+    parser.add_argument("--engines", nargs="+", choices=ENGINES, default=list(ENGINES))
+    parser.add_argument("--num_prompts", type=int, default=12, help="prompts of each file, evenly spaced")
+    parser.add_argument("--num_speculative_tokens", type=int, default=3, help="drafted per verify step")
+    parser.add_argument("--max_new_tokens", type=int, default=40, help="per prompt")
+    parser.add_argument("--json", type=Path, help="write every prompt's tokens and counts")
+    return parser.parse_args()
+
+
+def probe_case(folder: Path) -> Case:
+    """A fixture: target/, draft/, and prompts in counts.json."""
+    counts = json.loads((folder / "counts.json").read_text())
+    prompts = [
+        Prompt(tuple(row["prompt_ids"]), f"probe:{index}") for index, row in enumerate(counts["prompts"])
+    ]
+    return Case(
+        folder / "target",
+        folder / "draft",
+        prompts,
+        counts["num_speculative_tokens"],
+        counts["max_new_tokens"],
+    )
+
+
+def head_case(
+    target_dir: Path,
+    draft_dir: Path,
+    prompt_file: Path,
+    num_prompts: int,
+    num_speculative_tokens: int,
+    max_new_tokens: int,
+) -> Case:
+    """A head and num_prompts prompts of a file, evenly spaced."""
+    tokenizer = AutoTokenizer.from_pretrained(target_dir)
+    prompts, _ = read_prompts([prompt_file], tokenizer, max_prompts=num_prompts)
+    return Case(target_dir, draft_dir, prompts, num_speculative_tokens, max_new_tokens)
+
+
+def environment(engine: str) -> Path | None:
+    """Where setup_engine.sh has finished this engine's environment, or None."""
+    home = os.environ.get("EAGLE_TRAIN_ENGINES") or Path.home() / ".cache" / "eagle_train" / "engines"
+    directory = Path(home) / engine
+    return directory if (directory / "versions.txt").is_file() else None
+
+
+def report_environment(engine: str) -> Path | None:
+    directory = environment(engine)
+    if directory is None:
+        print(f"{engine}: not installed; scripts/setup_engine.sh {engine} builds it", file=sys.stderr)
+    return directory
+
+
+def compare(case: Case, engines: list[str]) -> tuple[list[list[int]], list[Run]]:
+    """The target's own greedy tokens, and the runs: expected and measured under both rules, then engines."""
+    head = load_draft_head(case.draft_dir)
+    # n tokens more than are decoded, so that the last step's whole draft can be judged.
+    greedy = target_greedy(case, case.max_new_tokens + case.num_speculative_tokens)
+    target = load_target(
+        str(case.target_dir),
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+        aux_layer_ids=head.config.aux_layer_ids,
+    )
+    leading = [
+        expected_leading_hits(head, target, prompt, tokens, case.num_speculative_tokens)
+        for prompt, tokens in zip(case.prompts, greedy, strict=True)
+    ]
+    runs = []
+    for capped in (False, True):
+        expected = [
+            walk(hits, case.num_speculative_tokens, case.max_new_tokens, capped=capped) for hits in leading
+        ]
+        runs += [Run("expected", capped, expected), measure(head, target, case, capped=capped)]
+    for engine in tqdm(engines, desc=f"engines on {case.draft_dir}", unit="engine"):
+        runs.append(run_engine(engine, case))
+    return [tokens[: case.max_new_tokens] for tokens in greedy], runs
+
+
+def target_greedy(case: Case, num_tokens: int) -> list[list[int]]:
+    """The target alone, by Hugging Face's own generate in float32; ends of text do not end it."""
+    model = AutoModelForCausalLM.from_pretrained(case.target_dir, dtype=torch.float32)
+    model.generation_config.eos_token_id = None
+    answers = []
+    for prompt in tqdm(case.prompts, desc="target alone", unit="prompt"):
+        ids = torch.tensor([prompt.token_ids])
+        output = model.generate(
+            ids, max_new_tokens=num_tokens, do_sample=False, attention_mask=torch.ones_like(ids)
+        )
+        answers.append(output[0, ids.shape[1] :].tolist())
+    return answers
+
+
+def expected_leading_hits(
+    head: Eagle3DraftHead, target: FrozenTarget, prompt: Prompt, answer: list[int], n: int
+) -> list[int]:
+    """By teacher forcing: how many of n drafted tokens the target accepts after each of the answer's tokens.
+
+    Element i: the answer's first i + 1 tokens are there, and the draft is for those that follow. What lies
+    beyond the answer counts as missed.
+    """
+    start, length = len(prompt.token_ids), len(prompt.token_ids) + len(answer)
+    remaining = answer_remaining_from_spans(length, [(start, length)])
+    sample = Sample(np.array([*prompt.token_ids, *answer], dtype=np.int32), remaining, prompt.source)
+    batch = BucketingCollator(bucket_granularity=1)([sample])
+    sums = micro_batch_sums(head, target, batch, torch.zeros(n), differentiable=False)
+    return leading_hits(sums.hits_KT.numpy())[start - 1 : length - 1].tolist()
+
+
+def walk(leading: list[int], n: int, max_new_tokens: int, *, capped: bool) -> PromptCounts:
+    """The verify steps of one answer of max_new_tokens tokens, the first of which the prefill gives.
+
+    The chain walk of `objective.acceptance` with an engine's rule for the last step: n drafted tokens always,
+    or (capped) no more than the tokens left less one, where a step without drafts is not counted.
+    """
+    num_tokens, steps, drafted = 1, 0, 0
+    accepted = np.zeros(n, dtype=np.int64)
+    while num_tokens < max_new_tokens:
+        allowed = min(n, max_new_tokens - num_tokens - 1) if capped else n
+        hits = min(leading[num_tokens - 1], allowed)
+        steps += allowed > 0
+        drafted += allowed
+        accepted[:hits] += 1
+        num_tokens += hits + 1
+    return PromptCounts(None, steps, drafted, int(accepted.sum()), accepted.tolist())
+
+
+def measure(head: Eagle3DraftHead, target: FrozenTarget, case: Case, *, capped: bool) -> Run:
+    results = measure_acceptance(
+        target,
+        head,
+        case.prompts,
+        num_speculative_tokens=case.num_speculative_tokens,
+        max_new_tokens=case.max_new_tokens,
+        ignore_eos=True,
+        cap_last_step=capped,
+    )
+    prompts = [
+        PromptCounts(
+            list(result.token_ids),
+            result.verify_steps,
+            result.drafted,
+            sum(result.accepted_per_position),
+            list(result.accepted_per_position),
+        )
+        for result in results
+    ]
+    return Run("measured by us", capped, prompts)
+
+
+def run_engine(engine: str, case: Case) -> Run:
+    """Decode the case's prompts in one engine. Raises InputError with the end of its log where it fails."""
+    directory = environment(engine)
+    if directory is None:
+        raise InputError(f"{engine} is not installed; scripts/setup_engine.sh {engine} builds it")
+    request = {
+        "target_dir": str(case.target_dir.resolve()),
+        "draft_dir": str(case.draft_dir.resolve()),
+        "prompts": [prompt.token_ids for prompt in case.prompts],
+        "num_speculative_tokens": case.num_speculative_tokens,
+        "max_new_tokens": case.max_new_tokens,
+    }
+    # The engine's Python sees none of our modules; no engine may look for a hub.
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    env |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+    with tempfile.TemporaryDirectory() as scratch:
+        request_file, result_file, log = (Path(scratch) / name for name in ("request", "result", "log"))
+        request_file.write_text(json.dumps(request))
+        command = [
+            directory / "bin" / "python",
+            SCRIPTS / "engines" / f"run_{engine}.py",
+            request_file,
+            result_file,
+        ]
+        with log.open("w") as log_file:
+            done = subprocess.run(command, env=env, stdout=log_file, stderr=subprocess.STDOUT, check=False)
+        if done.returncode != 0:
+            end = "\n".join(log.read_text(errors="replace").splitlines()[-LOG_LINES_SHOWN:])
+            raise InputError(
+                f"{engine} ended with code {done.returncode} on {case.draft_dir}; its log ends:\n{end}"
+            )
+        result = json.loads(result_file.read_text())
+    prompts = [PromptCounts(**prompt) for prompt in result["prompts"]]
+    return Run(result["version"], result["capped"], prompts)
+
+
+def case_table(case: Case, greedy: list[list[int]], runs: list[Run]) -> str:
+    """One row a run. The last two columns are counted prompt by prompt: greedy tokens equal to the target's
+    own, and counts equal to our decoder's under the same rule.
+    """
+    measured = {run.capped: run for run in runs if run.name == "measured by us"}
+    rows = []
+    for run in sorted(runs, key=lambda run: run.capped):
+        totals = run.totals()
+        by_position = totals.accepted_per_position
+        own = [prompt.token_ids == tokens for prompt, tokens in zip(run.prompts, greedy, strict=True)]
+        equal = [same_counts(a, b) for a, b in zip(run.prompts, measured[run.capped].prompts, strict=True)]
+        rows.append(
+            [
+                run.name,
+                "capped" if run.capped else "full",
+                f"{totals.verify_steps}",
+                f"{totals.drafted}",
+                f"{totals.accepted}",
+                ", ".join(map(str, by_position)) if by_position else "not told",
+                f"{1 + totals.accepted / totals.verify_steps:.4f}",
+                "-" if run.name == "expected" else f"{sum(own)}/{len(own)}",
+                "-" if run.name == "measured by us" else f"{sum(equal)}/{len(equal)}",
+            ]
+        )
+    header = ["", "last step", "verify steps", "drafted", "accepted", "by position", "acceptance length"]
+    header += ["tokens = target's", "counts = ours"]
+    title = (
+        f"{len(case.prompts)} prompts, {case.max_new_tokens} new tokens each, "
+        f"n = {case.num_speculative_tokens}, greedy, float32"
+    )
+    return f"{title}\n{format_table(header, rows)}"
+
+
+def same_counts(one: PromptCounts, other: PromptCounts) -> bool:
+    """Verify steps, drafted and accepted tokens, and acceptance by position where both tell."""
+    if (one.verify_steps, one.drafted, one.accepted) != (other.verify_steps, other.drafted, other.accepted):
+        return False
+    if one.accepted_per_position is None or other.accepted_per_position is None:
+        return True
+    return one.accepted_per_position == other.accepted_per_position
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,87 @@
+"""Real engines load our heads: the target's own tokens, and the very counts of our decoder.
+
+Skipped where an engine's environment is absent; `scripts/setup_engine.sh vllm|openvino|llamacpp` builds it.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from eagle_train import load_draft_head, load_target
+from scripts.compare_engines import (
+    ENGINES,
+    Case,
+    Run,
+    environment,
+    head_case,
+    measure,
+    probe_case,
+    run_engine,
+    same_counts,
+    target_greedy,
+)
+from tests.commands import run
+
+pytestmark = pytest.mark.engines
+DEMO = Path(__file__).resolve().parents[2] / "eagle_train" / "demo"
+
+
+@pytest.fixture(scope="module", params=ENGINES)
+def engine(request: pytest.FixtureRequest) -> str:
+    if environment(request.param) is None:
+        pytest.skip(f"{request.param} is not installed; scripts/setup_engine.sh {request.param} builds it")
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def truth(shared: Path) -> dict[str, Any]:
+    return json.loads((shared / "fixtures" / "engine_probe" / "counts.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def probe_run(engine: str, shared: Path) -> Run:
+    return run_engine(engine, probe_case(shared / "fixtures" / "engine_probe"))
+
+
+@pytest.fixture(scope="module")
+def demo_case(engine: str, tmp_path_factory: pytest.TempPathFactory) -> Case:
+    """A head of ours as training writes it, after a few steps. engine: so that nothing is trained without."""
+    folder = tmp_path_factory.mktemp("demo_head")
+    done = run(
+        "--max_steps", 6, "--training_seq_len", 1024, "--eval_fraction", 0, "--output_dir", folder
+    )  # fmt: skip
+    assert done.code == 0, done.err
+    return head_case(DEMO / "target", folder, DEMO / "heldout.jsonl", 4, 3, 40)
+
+
+def test_an_engine_gives_the_probes_tokens(probe_run: Run, truth: dict[str, Any]) -> None:
+    own = [row["greedy_ids"] for row in truth["prompts"]]
+    assert [prompt.token_ids for prompt in probe_run.prompts] == own
+
+
+def test_an_engine_gives_the_probes_counts(engine: str, probe_run: Run, truth: dict[str, Any]) -> None:
+    """Capped for llama.cpp and OpenVINO, full for vLLM. OpenVINO does not tell acceptance by position."""
+    assert probe_run.capped == (engine != "vllm")
+    expected = truth["capped"] if probe_run.capped else truth
+    totals = probe_run.totals()
+    assert totals.accepted == expected["accepted"]
+    assert totals.drafted == expected.get("drafted", truth["num_speculative_tokens"] * truth["verify_steps"])
+    assert totals.verify_steps == expected["verify_steps"]
+    if engine != "openvino":
+        assert totals.accepted_per_position == expected["accepted_per_position"]
+
+
+def test_an_engine_counts_a_head_of_ours_as_we_do(engine: str, demo_case: Case) -> None:
+    """The training output, loaded unchanged: a bfloat16 target with tied embeddings, a head without one."""
+    head = load_draft_head(demo_case.draft_dir)
+    target = load_target(str(demo_case.target_dir), dtype=torch.float32, device=torch.device("cpu"))
+    served = run_engine(engine, demo_case)
+    measured = measure(head, target, demo_case, capped=served.capped)
+    greedy = target_greedy(demo_case, demo_case.max_new_tokens)
+    assert [prompt.token_ids for prompt in served.prompts] == greedy
+    assert measured.totals().accepted > 0
+    for ours, theirs in zip(measured.prompts, served.prompts, strict=True):
+        assert same_counts(ours, theirs)
