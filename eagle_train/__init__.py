@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from eagle_train.decode.figures import group_figures
     from eagle_train.decode.plots import draw_acceptance
     from eagle_train.decode.prompts import read_prompts
-    from eagle_train.decode.results import Prompt, PromptResult
+    from eagle_train.decode.results import Prompt, PromptResult, answer_runs
     from eagle_train.errors import InputError
     from eagle_train.model.checkpoint import load_draft_head, save_draft_head
     from eagle_train.model.eagle3 import Eagle3DraftHead
@@ -35,6 +35,7 @@ __all__ = [
     "PromptResult",
     "Sample",
     "TrainConfig",
+    "answer_runs",
     "decode_plain",
     "draw_acceptance",
     "evaluate",
@@ -57,6 +58,7 @@ _HOMES = {
     "PromptResult": "eagle_train.decode.results",
     "Sample": "eagle_train.data.samples",
     "TrainConfig": "eagle_train.config",
+    "answer_runs": "eagle_train.decode.results",
     "decode_plain": "eagle_train.decode.chain",
     "draw_acceptance": "eagle_train.decode.plots",
     "evaluate": "eagle_train.train.evaluate",

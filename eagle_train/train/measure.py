@@ -21,7 +21,7 @@ from eagle_train.flags import parse
 from eagle_train.model.checkpoint import load_draft_head
 from eagle_train.model.eagle3 import Eagle3DraftHead
 from eagle_train.model.target import FrozenTarget, read_target_config
-from eagle_train.train.evaluate import evaluate
+from eagle_train.train.evaluate import evaluate, evaluate_sampled
 from eagle_train.train.measure_report import Expected, Measurement, Speed, as_json, format_measurement
 from eagle_train.train.output import RUN_CONFIG
 from eagle_train.train.prepare import DEMO_NAME, choose_device, choose_dtype, load_tokenizer, open_target
@@ -54,8 +54,8 @@ def measure(options: MeasureConfig) -> None:
     if options.json is not None:
         write_json(Path(options.json), as_json(options, target, report, measurement))
     if options.plot is not None:
-        shares = measurement.expected.shares() if measurement.expected else None
-        save_figure(draw_acceptance(measurement.groups, shares), Path(options.plot))
+        figure = draw_acceptance(measurement.groups, measurement.expected.shares())
+        save_figure(figure, Path(options.plot))
 
 
 def open_target_and_prompts(
@@ -111,7 +111,7 @@ def with_run_options(options: MeasureConfig) -> TrainConfig:
 def measure_prompts(
     options: MeasureConfig, target: FrozenTarget, head: Eagle3DraftHead, prompts: Sequence[Prompt]
 ) -> Measurement:
-    """Decode with the draft; without it under --compare_plain; walk the answers where they are greedy."""
+    """Decode with the draft; without it under --compare_plain; walk the answers."""
 
     def decode(some: Sequence[Prompt], max_new_tokens: int) -> list[PromptResult]:
         return measure_acceptance(
@@ -145,7 +145,7 @@ def measure_prompts(
     is_greedy = options.temperature == 0
     return Measurement(
         groups=group_figures(results, seed=options.seed),
-        expected=expected_acceptance(options, target, head, prompts, results) if is_greedy else None,
+        expected=expected_acceptance(options, target, head, prompts, results),
         speed=Speed(
             count_tokens(results), seconds, None if plain is None else count_tokens(plain), plain_seconds
         ),
@@ -178,17 +178,34 @@ def expected_acceptance(
 ) -> Expected:
     """The chain walk, by teacher forcing, over the answers that were decoded."""
     samples = answer_samples(prompts, results)
+    n = options.num_speculative_tokens
+    longest, padding_free = max(map(len, samples)), target.isolates_documents
+    if options.temperature:
+        counts = evaluate_sampled(
+            head,
+            target,
+            samples,
+            num_speculative_tokens=n,
+            temperature=options.temperature,
+            samples_proposal=options.proposal == "sampled",
+            training_seq_len=longest,
+            bucket_granularity=WALK_GRANULARITY,
+            padding_free=padding_free,
+            batch_size=options.batch_size,
+        )
+        return Expected(counts.acceptance_length, counts.steps, counts.accepted_per_position.tolist())
     metrics = evaluate(
         head,
         target,
         samples,
-        ttt_steps=options.num_speculative_tokens,
-        training_seq_len=max(map(len, samples)),
+        ttt_steps=n,
+        training_seq_len=longest,
         bucket_granularity=WALK_GRANULARITY,
-        padding_free=target.isolates_documents,
+        padding_free=padding_free,
         batch_size=options.batch_size,
     )
-    n = str(options.num_speculative_tokens)
     return Expected(
-        metrics["acceptance_length"][n], metrics["verify_steps"][n], metrics["accepted_per_position"][n]
+        metrics["acceptance_length"][str(n)],
+        metrics["verify_steps"][str(n)],
+        metrics["accepted_per_position"][str(n)],
     )

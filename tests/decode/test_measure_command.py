@@ -104,7 +104,7 @@ def test_greedy_float32_answers_equal_plain_ones_and_the_walks_counts(place: Pat
     every, expected, speed = figures["groups"]["all"]["every"], figures["expected"], figures["speed"]
     assert figures["answers_unlike_plain"] == 0
     assert expected["verify_steps"] == every["verify_steps"]
-    assert expected["acceptance_length"] == pytest.approx(every["emitted_per_step"])
+    assert expected["acceptance_length"] == pytest.approx(every["emitted_per_step"]["value"])
     # The walk leaves out what the decoder drafts in an answer's last step beyond its limit, and no more.
     measured = [round(share["value"] * every["verify_steps"]) for share in every["acceptance_per_position"]]
     beyond = [found - own for found, own in zip(measured, expected["accepted_per_position"], strict=True)]
@@ -114,13 +114,24 @@ def test_greedy_float32_answers_equal_plain_ones_and_the_walks_counts(place: Pat
     assert speed["speedup"] == pytest.approx(speed["plain_seconds"] / speed["seconds"])
 
 
-def test_plain_decoding_can_be_left_out_and_samples_have_no_walk(place: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("proposal", ["greedy", "sampled"])
+def test_samples_have_their_own_walk_and_plain_decoding_can_be_left_out(
+    place: Path, tmp_path: Path, proposal: str
+) -> None:
     outcome = measure(
-        place, json=tmp_path / "f.json", temperature=1.0, proposal="sampled", compare_plain="false"
+        place, json=tmp_path / "f.json", temperature=0.5, proposal=proposal, compare_plain="false"
     )
     figures = figures_of(outcome, tmp_path / "f.json")
-    assert figures["expected"] is figures["answers_unlike_plain"] is figures["speed"]["speedup"] is None
-    assert "temperature 1.0, sampled proposal" in outcome.out
+    assert figures["answers_unlike_plain"] is figures["speed"]["speedup"] is None
+    assert f"temperature 0.5, {proposal} proposal" in outcome.out
+    every, expected = figures["groups"]["all"]["every"], figures["expected"]
+    emitted = every["emitted_per_step"]["value"] * every["verify_steps"]
+    assert expected["acceptance_length"] * expected["verify_steps"] == pytest.approx(emitted)
+    if proposal == "greedy":  # nothing is left to chance, given the answers
+        assert expected["verify_steps"] == every["verify_steps"]
+    else:
+        assert expected["verify_steps"] % 1 > 0
+        assert expected["verify_steps"] == pytest.approx(every["verify_steps"], rel=0.2)
 
 
 def test_u04_the_runs_template_options_are_used_again(place: Path, tmp_path: Path) -> None:
