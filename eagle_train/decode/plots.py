@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 SUFFIXES = (".png", ".svg", ".pdf")
 DOTS_PER_INCH = 130
+TEXT_COLUMNS, CHARACTER_INCHES, LINE_INCHES = 110, 0.085, 0.24  # of an answer's text
 INK, FAINT = "#222222", "#8a8a8a"
 # Okabe and Ito's colours, which colour-blind readers tell apart, without the yellow that paper swallows.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00")
@@ -88,6 +89,57 @@ def draw_acceptance(
     panels[0].legend(loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=2, frameon=False, borderaxespad=0.1)
     if categories:
         _draw_categories(panels[1], groups)
+    return figure
+
+
+def draw_answer(tokens: Sequence[str], runs: Sequence[tuple[int, int, int]]) -> "Figure":
+    """The text of an answer, one box a verify step: drafted and accepted tokens on a ground that is the
+    deeper the more of them the step brought, the target's own token framed.
+
+    tokens: the text of each token; runs: from `answer_runs`.
+    """
+    from matplotlib.patches import Rectangle
+
+    boxes: list[tuple[int, int, str, float | None]] = []  # column, line, text, depth of the ground or none
+    longest = max((accepted - start for start, accepted, _ in runs), default=0)
+    column = line = 0
+    for start, accepted, end in runs:
+        for index in range(start, end):
+            text = tokens[index].replace("\n", "\u21b5").replace("\t", " ")
+            if column + len(text) > TEXT_COLUMNS and column:
+                column, line = 0, line + 1
+            depth = 0.15 + 0.45 * (accepted - start) / max(longest, 1) if index < accepted else None
+            boxes.append((column, line, text, depth))
+            column += len(text)
+            if "\n" in tokens[index]:
+                column, line = 0, line + 1
+    figure = new_figure(TEXT_COLUMNS * CHARACTER_INCHES + 0.3, (line + 1) * LINE_INCHES + 0.7)
+    panel = figure.subplots()
+    panel.set_xlim(0, TEXT_COLUMNS)
+    panel.set_ylim(line + 1, 0)
+    panel.set_axis_off()
+    panel.set_title(
+        f"blue: drafted and accepted, deeper the more in one step (up to {longest}); framed: the target's own",
+        fontsize=9,
+        loc="left",
+        color=INK,
+    )
+    for left, top, text, depth in boxes:
+        ground = {"facecolor": "none", "edgecolor": "#bbbbbb", "linewidth": 0.6}
+        if depth is not None:
+            ground = {"facecolor": COLOURS[0], "alpha": depth, "linewidth": 0}
+        panel.add_patch(Rectangle((left, top + 0.08), len(text), 0.84, **ground))
+        for place, character in enumerate(text):
+            panel.text(
+                left + place + 0.5,
+                top + 0.53,
+                character,
+                family="monospace",
+                fontsize=9,
+                ha="center",
+                va="center",
+                parse_math=False,
+            )
     return figure
 
 
