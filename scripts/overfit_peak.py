@@ -7,13 +7,13 @@ kept is the peak's, and --patience ends the run a few validations later.
 """
 
 import argparse
+import json
 import tempfile
 from pathlib import Path
-from typing import Any
 
 from eagle_train.config import TrainConfig
 from eagle_train.train.loop import train
-from eagle_train.train.plots import read_run
+from eagle_train.train.output import METRICS
 from eagle_train.train.report import format_table
 
 TTT_STEPS = 3
@@ -48,16 +48,16 @@ def overfit(args: argparse.Namespace, output_dir: Path) -> None:
 
 def format_course(output_dir: Path) -> str:
     """Losses and held-out acceptance length at each validation, and which head was kept."""
-    run = read_run(output_dir, "")
-    train_loss = {event["step"]: event["loss"] for event in run.train}
-    lengths = {e["step"]: e["eval_acceptance_length"][str(TTT_STEPS)] for e in run.validations}
-    best_step = max(lengths, key=lambda step: lengths[step])
-    rows: list[list[Any]] = []
-    for event in run.validations:
-        step = event["step"]
-        loss = f"{train_loss[step]:.2f}" if step in train_loss else "-"
-        note = "kept" if step == best_step else ""
-        rows.append([str(step), loss, f"{event['eval_loss']:.2f}", f"{lengths[step]:.3f}", note])
+    events = [json.loads(line) for line in (output_dir / METRICS).read_text().splitlines()]
+    train_loss = {event["step"]: event["loss"] for event in events if event["event"] == "train"}
+    best_step = events[-1]["best_step"]
+    rows = []
+    for event in events:
+        if event["event"] == "validation":
+            step, length = event["step"], event["eval_acceptance_length"][str(TTT_STEPS)]
+            loss = f"{train_loss[step]:.2f}" if step in train_loss else "-"
+            kept = "kept" if step == best_step else ""
+            rows.append([str(step), loss, f"{event['eval_loss']:.2f}", f"{length:.3f}", kept])
     header = ["step", "training loss", "held-out loss", f"acceptance length, n = {TTT_STEPS}", ""]
     return format_table(header, rows)
 

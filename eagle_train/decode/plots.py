@@ -119,7 +119,7 @@ def draw_answer(tokens: Sequence[str], runs: Sequence[tuple[int, int, int]]) -> 
     panel.set_ylim(line + 1, 0)
     panel.set_axis_off()
     panel.set_title(
-        f"blue: drafted and accepted, deeper the more in one step (up to {longest}); framed: the target's own",
+        f"blue: drafted and accepted, deeper the more in a step (up to {longest}); framed: the target's own",
         fontsize=9,
         loc="left",
         color=INK,
