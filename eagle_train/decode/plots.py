@@ -64,7 +64,7 @@ def draw_acceptance(
     groups: from `group_figures`; expected_per_position: shares of the walk's verify steps, `[N]`.
     """
     categories = [name for name in groups if name != ALL]
-    figure = new_figure(12 if categories else 6.5, 4.6)
+    figure = new_figure(12 if categories else 6.5, max(4.6, 0.3 * len(groups)))
     panels = figure.subplots(1, 2 if categories else 1, squeeze=False)[0]
     total = groups[ALL].every
     positions = np.arange(1, len(total.acceptance_per_position) + 1)

@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -27,8 +28,12 @@ from eagle_train.train.output import RUN_CONFIG
 from eagle_train.train.prepare import DEMO_NAME, choose_device, choose_dtype, load_tokenizer, open_target
 from eagle_train.train.splits import DEMO
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 WALK_GRANULARITY = 64  # tokens; lengths of the chain walk's batches, which run eager
 WARM_TOKENS = 8  # decoded before the clock runs
+RENAMED_SHARE = 0.01  # of a vocabulary; fine-tuned targets give reserved tokens names
 ANY_LAYERS = (0, 1, 2)  # read until the target is known to have the draft's
 
 
@@ -64,14 +69,16 @@ def open_target_and_prompts(
     """What the head is measured with; cheap checks first. run: from `with_run_options`."""
     assert run.target is not None
     is_demo = run.target == DEMO_NAME
-    name = str(DEMO / "target") if is_demo else run.target
+    name = target_path(run.target)
     paths = options.prompts or ((str(DEMO / "heldout.jsonl"),) if is_demo else ())
     if not paths:
         raise InputError("no prompts; name a JSONL file with --prompts")
     read_target_config(name, options.trust_remote_code)  # says clearly what is not there
+    tokenizer = load_tokenizer(name, run)
+    check_tokenizer(options.draft, run, tokenizer)
     prompts, report = read_prompts(
         paths,
-        load_tokenizer(name, run),
+        tokenizer,
         template_options=run.parsed_template_options(),
         max_prompts=options.max_prompts,
     )
@@ -85,10 +92,7 @@ def with_run_options(options: MeasureConfig) -> TrainConfig:
     """Under the given options, those of the run that the draft comes from, if it is one of ours: its target,
     its attention and its chat template, because prompts must be read as they were in training.
     """
-    path = Path(options.draft) / RUN_CONFIG
-    saved = None
-    if path.is_file():
-        saved = parse(TrainConfig, ["--config", str(path)], command="measure", description="")
+    path, saved = Path(options.draft) / RUN_CONFIG, saved_run_options(options.draft)
     target = options.target
     if target is None and saved is not None and not saved.mock_target:
         target = saved.target or DEMO_NAME
@@ -106,6 +110,40 @@ def with_run_options(options: MeasureConfig) -> TrainConfig:
         chat_template=options.chat_template or (saved.chat_template if saved else None),
         template_options=options.template_options or (saved.template_options if saved else ()),
     )
+
+
+def saved_run_options(draft: str) -> TrainConfig | None:
+    """The options of the run that a draft comes from, if it is one of ours."""
+    path = Path(draft) / RUN_CONFIG
+    if not path.is_file():
+        return None
+    return parse(TrainConfig, ["--config", str(path)], command="measure", description="")
+
+
+def check_tokenizer(draft: str, run: TrainConfig, tokenizer: "PreTrainedTokenizerBase") -> None:
+    """Refuse, with InputError, a target that writes text in other tokens than the one that the draft's run
+    names. Not checked where no run says, or where that target is not at hand.
+    """
+    saved = saved_run_options(draft)
+    if saved is None or saved.mock_target or (saved.target or DEMO_NAME) == run.target:
+        return
+    try:
+        own = load_tokenizer(target_path(saved.target or DEMO_NAME), TrainConfig())
+    except InputError:
+        return
+    vocabulary, own_vocabulary = tokenizer.get_vocab(), own.get_vocab()
+    different = [token for token, index in own_vocabulary.items() if vocabulary.get(token) != index]
+    if len(different) > RENAMED_SHARE * len(own_vocabulary):
+        raise InputError(
+            f"the draft was trained with the tokenizer of {saved.target or DEMO_NAME}, and {run.target} has "
+            f"{len(different):,} of its {len(own_vocabulary):,} tokens not or under another id, such as "
+            f"{different[0]!r}; use the target that the draft was trained for"
+        )
+
+
+def target_path(target: str) -> str:
+    """--target, with the bundled demo's directory under its own name."""
+    return str(DEMO / "target") if target == DEMO_NAME else target
 
 
 def measure_prompts(

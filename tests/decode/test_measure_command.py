@@ -153,12 +153,13 @@ def test_prompts_can_be_fewer_and_the_demos_are_found(tmp_path: Path, place: Pat
     assert figures["groups"]["all"]["every"]["prompts"] == 2
     assert figures["data"]["rows_not_measured"] == 3
     line = measure(place, target="demo").refusal()
-    assert "hidden size" in line
+    assert "and demo has 299 of its 301 tokens not or under another id" in line
 
 
 BAD_FLAGS = {
     "num_speculative_tokens": (0, ("--num_speculative_tokens is 0", "at least 1")),
     "temperature": (-1.0, ("--temperature is -1.0",)),
+    "seed": (-1, ("--seed is -1", "at least 0")),
     "proposal": ("sampled", ("--proposal sampled", "--temperature")),
     "json": ("/nowhere/f.json", ("--json /nowhere/f.json", "/nowhere")),
     "plot": ("f.bmp", ("--plot f.bmp", ".png")),
@@ -178,7 +179,20 @@ def test_bad_options_are_refused_in_one_line(place: Path, flag: str) -> None:
         assert word in line
 
 
-def test_drafts_and_prompts_that_cannot_be_used_are_refused_in_one_line(place: Path, tmp_path: Path) -> None:
+def swap_tokens(path: Path) -> None:
+    """The same tokens under each other's ids, special ones apart."""
+    values = json.loads(path.read_text())
+    special = {token["content"] for token in values["added_tokens"]}
+    vocabulary = values["model"]["vocab"]
+    names = [name for name in vocabulary if name not in special]
+    swapped = zip(names, reversed(names), strict=True)
+    vocabulary |= {name: vocabulary[other] for name, other in list(swapped)}
+    path.write_text(json.dumps(values))
+
+
+def test_drafts_and_prompts_that_cannot_be_used_are_refused_in_one_line(
+    place: Path, tmp_path: Path, target_dir: Path
+) -> None:
     head = load_file(place / "draft" / "model.safetensors")
     broken = head["fc.weight"].clone()
     broken[0, 0] = float("nan")
@@ -188,11 +202,14 @@ def test_drafts_and_prompts_that_cannot_be_used_are_refused_in_one_line(place: P
     empty = tmp_path / "empty.jsonl"
     empty.write_text("")
     narrow = write_target(tmp_path / "narrow", hidden_size=16, num_attention_heads=2)
+    other = shutil.copytree(target_dir, tmp_path / "other")
+    swap_tokens(other / "tokenizer.json")
     for named, words in (
         ({"draft": nan_draft}, ("fc.weight holds a NaN",)),
         ({"draft": no_run}, ("--target is not named",)),
         ({"prompts": empty}, ("empty.jsonl", "no rows")),
         ({"target": narrow}, ("hidden size is 32", "16")),
+        ({"target": other}, ("the tokenizer of", "tokens not or under another id, such as", "trained for")),
     ):
         line = measure(place, **named).refusal()
         for word in words:
