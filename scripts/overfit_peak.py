@@ -31,8 +31,8 @@ def overfit(args: argparse.Namespace, output_dir: Path) -> None:
             bucket_granularity=256,
             ttt_steps=TTT_STEPS,
             dtype="float32",
-            # High, constant and without decay, so that the head goes on memorising.
-            learning_rate=0.01,
+            # Constant and without decay, so that the head goes on memorising.
+            learning_rate=args.learning_rate,
             min_lr_ratio=1.0,
             weight_decay=0.0,
             max_steps=args.steps,
@@ -66,6 +66,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--num_samples", type=int, default=20)
     parser.add_argument("--num_heldout", type=int, default=24)
+    parser.add_argument("--learning_rate", type=float, default=0.01)
     parser.add_argument("--steps", type=int, default=200, help="at most")
     parser.add_argument("--eval_every", type=int, default=10, help="steps")
     parser.add_argument("--patience", type=int, default=4, help="validations")

@@ -80,13 +80,18 @@ def draw_acceptance(
     )
     if expected_per_position is not None:
         panels[0].plot(
-            positions, expected_per_position, "x", color=COLOURS[1], markersize=9, label="expected"
+            positions,
+            expected_per_position,
+            "x",
+            color=COLOURS[1],
+            markersize=9,
+            zorder=3,
+            label="expected",
         )
     panels[0].set_ylim(0, 1)
     panels[0].xaxis.get_major_locator().set_params(integer=True)
     dress(panels[0], "Acceptance by position", "share of verify steps", "drafted token")
-    # Above the panel, beside its title, where it covers no point.
-    panels[0].legend(loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=2, frameon=False, borderaxespad=0.1)
+    figure.legend(loc="outside lower left", ncols=2, frameon=False)
     if categories:
         _draw_categories(panels[1], groups)
     return figure
@@ -125,10 +130,10 @@ def draw_answer(tokens: Sequence[str], runs: Sequence[tuple[int, int, int]]) -> 
         color=INK,
     )
     for left, top, text, depth in boxes:
-        ground = {"facecolor": "none", "edgecolor": "#bbbbbb", "linewidth": 0.6}
-        if depth is not None:
-            ground = {"facecolor": COLOURS[0], "alpha": depth, "linewidth": 0}
-        panel.add_patch(Rectangle((left, top + 0.08), len(text), 0.84, **ground))
+        own = {"facecolor": "none", "edgecolor": "#bbbbbb", "linewidth": 0.6}
+        drafted = {"facecolor": COLOURS[0], "alpha": depth, "linewidth": 0}
+        style: dict[str, Any] = own if depth is None else drafted
+        panel.add_patch(Rectangle((left, top + 0.08), len(text), 0.84, **style))
         for place, character in enumerate(text):
             panel.text(
                 left + place + 0.5,
