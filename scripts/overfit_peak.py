@@ -2,8 +2,8 @@
 
     python scripts/overfit_peak.py
 
-The training loss falls all the way; the held-out acceptance length rises, peaks and falls. The head that is
-kept is the peak's, and --patience ends the run a few validations later.
+The training loss goes on falling when the held-out acceptance length no longer rises. The head that is kept
+is the one of the acceptance peak, and --patience ends the run a few validations later.
 """
 
 import argparse
