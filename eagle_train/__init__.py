@@ -15,14 +15,14 @@ if TYPE_CHECKING:
     from eagle_train.data.samples import Sample
     from eagle_train.decode.chain import decode_plain, measure_acceptance
     from eagle_train.decode.figures import group_figures
-    from eagle_train.decode.plots import draw_acceptance
+    from eagle_train.decode.plots import draw_acceptance, draw_answer
     from eagle_train.decode.prompts import read_prompts
-    from eagle_train.decode.results import Prompt, PromptResult
+    from eagle_train.decode.results import Prompt, PromptResult, answer_runs, answer_samples
     from eagle_train.errors import InputError
     from eagle_train.model.checkpoint import load_draft_head, save_draft_head
     from eagle_train.model.eagle3 import Eagle3DraftHead
     from eagle_train.model.target import load_target
-    from eagle_train.train.evaluate import evaluate
+    from eagle_train.train.evaluate import evaluate, evaluate_sampled
 
 __version__ = "0.1.0"
 __all__ = [
@@ -35,9 +35,13 @@ __all__ = [
     "PromptResult",
     "Sample",
     "TrainConfig",
+    "answer_runs",
+    "answer_samples",
     "decode_plain",
     "draw_acceptance",
+    "draw_answer",
     "evaluate",
+    "evaluate_sampled",
     "group_figures",
     "load_draft_head",
     "load_samples",
@@ -57,9 +61,13 @@ _HOMES = {
     "PromptResult": "eagle_train.decode.results",
     "Sample": "eagle_train.data.samples",
     "TrainConfig": "eagle_train.config",
+    "answer_runs": "eagle_train.decode.results",
+    "answer_samples": "eagle_train.decode.results",
     "decode_plain": "eagle_train.decode.chain",
     "draw_acceptance": "eagle_train.decode.plots",
+    "draw_answer": "eagle_train.decode.plots",
     "evaluate": "eagle_train.train.evaluate",
+    "evaluate_sampled": "eagle_train.train.evaluate",
     "group_figures": "eagle_train.decode.figures",
     "load_draft_head": "eagle_train.model.checkpoint",
     "load_samples": "eagle_train.data.loading",

@@ -70,6 +70,8 @@ class MeasureConfig:
                 raise InputError(f"--{name} is {value}; it must be at least 1")
         if not 0 <= self.temperature < float("inf"):
             raise InputError(f"--temperature is {self.temperature}; it must be at least 0 (0: greedy)")
+        if self.seed < 0:
+            raise InputError(f"--seed is {self.seed}; it must be at least 0")
         if self.proposal == "sampled" and not self.temperature:
             raise InputError(
                 "--proposal sampled needs a --temperature above 0; at 0 the target takes its arg-max only"

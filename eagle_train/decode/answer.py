@@ -39,6 +39,7 @@ class Answer:
     verify_steps: int = 0
     drafted: int = 0
     accepted: list[int] = field(init=False)
+    accepted_per_step: list[int] = field(default_factory=list)
     stopped: bool = False
 
     def __post_init__(self) -> None:
@@ -71,7 +72,9 @@ class Answer:
         end = next((i for i, token in enumerate(accepted_tokens) if token in stop_ids), len(accepted_tokens))
         self.verify_steps += 1
         self.drafted += num_drafted
-        for position in range(min(len(accepted_tokens), end + 1)):
+        num_accepted = min(len(accepted_tokens), end + 1)
+        self.accepted_per_step.append(num_accepted)
+        for position in range(num_accepted):
             self.accepted[position] += 1
 
     def add(self, tokens: list[int]) -> None:
@@ -92,4 +95,5 @@ class Answer:
             accepted_per_position=tuple(self.accepted),
             is_looping=is_looping(self.tokens),
             stopped=self.stopped,
+            accepted_per_step=tuple(self.accepted_per_step),
         )

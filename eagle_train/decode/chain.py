@@ -52,7 +52,7 @@ def measure_acceptance(
     Raises InputError for a pair that does not belong together, prompts that do not fit, and options out of
     range.
     """
-    check_options(num_speculative_tokens, max_new_tokens, batch_size, temperature, proposal)
+    check_options(num_speculative_tokens, max_new_tokens, batch_size, temperature, proposal, seed)
     check_pair(target, head)
     check_prompts(target, prompts, max_new_tokens)
     options = DecodeOptions(
@@ -83,7 +83,7 @@ def decode_plain(
     Its counts are those of n = 0: nothing drafted, verify_steps passes of one token. Raises InputError as
     there.
     """
-    check_options(1, max_new_tokens, batch_size, temperature, "greedy")
+    check_options(1, max_new_tokens, batch_size, temperature, "greedy", seed)
     check_prompts(target, prompts, max_new_tokens)
     options = DecodeOptions(
         num_drafts=0,

@@ -8,6 +8,7 @@ from eagle_train.errors import InputError
 from eagle_train.model.eagle3 import Eagle3DraftHead
 from eagle_train.model.target import FrozenTarget, rope_limit
 
+LOWEST_TEMPERATURE = 1e-6
 PROPOSALS = ("greedy", "sampled")
 
 
@@ -72,7 +73,12 @@ def check_prompts(target: FrozenTarget, prompts: Sequence[Prompt], max_new_token
 
 
 def check_options(
-    num_speculative_tokens: int, max_new_tokens: int, batch_size: int, temperature: float, proposal: str
+    num_speculative_tokens: int,
+    max_new_tokens: int,
+    batch_size: int,
+    temperature: float,
+    proposal: str,
+    seed: int,
 ) -> None:
     """Refuse, with InputError, decoding options out of range."""
     for name, value in (
@@ -82,7 +88,12 @@ def check_options(
     ):
         if value < 1:
             raise InputError(f"--{name} is {value}; it must be at least 1")
-    if not 0 <= temperature < math.inf:
-        raise InputError(f"--temperature is {temperature}; it must be 0 (greedy) or a positive number")
+    # Logits divided by less overflow float32.
+    if temperature and not LOWEST_TEMPERATURE <= temperature < math.inf:
+        raise InputError(
+            f"--temperature is {temperature}; it must be 0 (greedy) or at least {LOWEST_TEMPERATURE}"
+        )
+    if seed < 0:
+        raise InputError(f"--seed is {seed}; it must be at least 0")
     if proposal not in PROPOSALS:
         raise InputError(f"--proposal is {proposal!r}; it must be one of {', '.join(PROPOSALS)}")

@@ -1,7 +1,7 @@
 """Acceptance figures from a decoder's counts: pooled, with intervals, by category, looping answers apart.
 
 Counts are added up before any division, so that a prompt weighs as much as it has verify steps. Shapes:
-P prompts, N drafted tokens a step, R resamples.
+P prompts, N drafted tokens a step, C counts, R resamples.
 """
 
 from collections.abc import Sequence
@@ -48,7 +48,7 @@ class AcceptanceFigures:
     accepted: int
     acceptance_length: Estimate | None
     acceptance_length_prompt_mean: float | None
-    emitted_per_step: float | None
+    emitted_per_step: Estimate | None
     acceptance_per_position: tuple[Estimate, ...]
 
 
@@ -74,9 +74,10 @@ def acceptance_figures(results: Sequence[PromptResult], *, seed: int = 0) -> Acc
     length, prompt_mean, emitted_per_step = None, None, None
     positions: tuple[Estimate, ...] = ()
     if drafted_for:
-        emitted = sum(len(result.token_ids) - 1 for result in drafted_for)
-        emitted_per_step = emitted / float(steps_P.sum())
-        length, positions = _estimates(steps_P, accepted_PN, seed)
+        emitted_P = np.array([len(result.token_ids) - 1.0 for result in drafted_for])
+        counts = np.column_stack([steps_P + accepted_PN.sum(axis=1), emitted_P, accepted_PN])
+        length, emitted_per_step, *of_positions = _estimates(steps_P, counts, seed)
+        positions = tuple(of_positions)
         prompt_mean = float((1 + accepted_PN.sum(axis=1) / steps_P).mean())
     return AcceptanceFigures(
         prompts=len(results),
@@ -114,19 +115,15 @@ def count_different(results: Sequence[PromptResult], plain: Sequence[PromptResul
     return sum(a.token_ids != b.token_ids for a, b in zip(results, plain, strict=True))
 
 
-def _estimates(
-    steps_P: FloatArray, accepted_PN: FloatArray, seed: int
-) -> tuple[Estimate, tuple[Estimate, ...]]:
-    """Acceptance length, and the share of steps at each position, from prompts that have verify steps."""
-    shares_N = accepted_PN.sum(axis=0) / steps_P.sum()
+def _estimates(steps_P: FloatArray, counts_PC: FloatArray, seed: int) -> list[Estimate]:
+    """Each of C counts per verify step, pooled, from prompts that have verify steps."""
+    ratios_C = counts_PC.sum(axis=0) / steps_P.sum()
     if len(steps_P) < 2:
-        return Estimate(1 + float(shares_N.sum())), tuple(Estimate(float(share)) for share in shares_N)
+        return [Estimate(float(ratio)) for ratio in ratios_C]
     # How often each prompt is drawn: the sums of a resample are one matrix product.
     draws_RP = np.random.default_rng(seed).multinomial(
         len(steps_P), np.full(len(steps_P), 1 / len(steps_P)), size=NUM_RESAMPLES
     )
-    shares_RN = (draws_RP @ accepted_PN) / (draws_RP @ steps_P)[:, None]
-    low_N, high_N = np.percentile(shares_RN, INTERVAL_PERCENTILES, axis=0)
-    low, high = np.percentile(1 + shares_RN.sum(axis=1), INTERVAL_PERCENTILES)
-    positions = tuple(Estimate(*map(float, values)) for values in zip(shares_N, low_N, high_N, strict=True))
-    return Estimate(1 + float(shares_N.sum()), float(low), float(high)), positions
+    ratios_RC = (draws_RP @ counts_PC) / (draws_RP @ steps_P)[:, None]
+    low_C, high_C = np.percentile(ratios_RC, INTERVAL_PERCENTILES, axis=0)
+    return [Estimate(*map(float, values)) for values in zip(ratios_C, low_C, high_C, strict=True)]

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 SUFFIXES = (".png", ".svg", ".pdf")
 DOTS_PER_INCH = 130
+TEXT_COLUMNS, CHARACTER_INCHES, LINE_INCHES = 110, 0.085, 0.24  # of an answer's text
 INK, FAINT = "#222222", "#8a8a8a"
 # Okabe and Ito's colours, which colour-blind readers tell apart, without the yellow that paper swallows.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00")
@@ -63,7 +64,7 @@ def draw_acceptance(
     groups: from `group_figures`; expected_per_position: shares of the walk's verify steps, `[N]`.
     """
     categories = [name for name in groups if name != ALL]
-    figure = new_figure(12 if categories else 6.5, 4.6)
+    figure = new_figure(12 if categories else 6.5, max(4.6, 0.3 * len(groups)))
     panels = figure.subplots(1, 2 if categories else 1, squeeze=False)[0]
     total = groups[ALL].every
     positions = np.arange(1, len(total.acceptance_per_position) + 1)
@@ -79,15 +80,71 @@ def draw_acceptance(
     )
     if expected_per_position is not None:
         panels[0].plot(
-            positions, expected_per_position, "x", color=COLOURS[1], markersize=9, label="expected"
+            positions,
+            expected_per_position,
+            "x",
+            color=COLOURS[1],
+            markersize=9,
+            zorder=3,
+            label="expected",
         )
     panels[0].set_ylim(0, 1)
     panels[0].xaxis.get_major_locator().set_params(integer=True)
     dress(panels[0], "Acceptance by position", "share of verify steps", "drafted token")
-    # Above the panel, beside its title, where it covers no point.
-    panels[0].legend(loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=2, frameon=False, borderaxespad=0.1)
+    figure.legend(loc="outside lower left", ncols=2, frameon=False)
     if categories:
         _draw_categories(panels[1], groups)
+    return figure
+
+
+def draw_answer(tokens: Sequence[str], runs: Sequence[tuple[int, int, int]]) -> "Figure":
+    """The text of an answer, one box a verify step: drafted and accepted tokens on a ground that is the
+    deeper the more of them the step brought, the target's own token framed.
+
+    tokens: the text of each token; runs: from `answer_runs`.
+    """
+    from matplotlib.patches import Rectangle
+
+    boxes: list[tuple[int, int, str, float | None]] = []  # column, line, text, depth of the ground or none
+    longest = max((accepted - start for start, accepted, _ in runs), default=0)
+    column = line = 0
+    for start, accepted, end in runs:
+        for index in range(start, end):
+            text = tokens[index].replace("\n", "\u21b5").replace("\t", " ")
+            if column + len(text) > TEXT_COLUMNS and column:
+                column, line = 0, line + 1
+            depth = 0.15 + 0.45 * (accepted - start) / max(longest, 1) if index < accepted else None
+            boxes.append((column, line, text, depth))
+            column += len(text)
+            if "\n" in tokens[index]:
+                column, line = 0, line + 1
+    figure = new_figure(TEXT_COLUMNS * CHARACTER_INCHES + 0.3, (line + 1) * LINE_INCHES + 0.7)
+    panel = figure.subplots()
+    panel.set_xlim(0, TEXT_COLUMNS)
+    panel.set_ylim(line + 1, 0)
+    panel.set_axis_off()
+    panel.set_title(
+        f"blue: drafted and accepted, deeper the more in a step (up to {longest}); framed: the target's own",
+        fontsize=9,
+        loc="left",
+        color=INK,
+    )
+    for left, top, text, depth in boxes:
+        own = {"facecolor": "none", "edgecolor": "#bbbbbb", "linewidth": 0.6}
+        drafted = {"facecolor": COLOURS[0], "alpha": depth, "linewidth": 0}
+        style: dict[str, Any] = own if depth is None else drafted
+        panel.add_patch(Rectangle((left, top + 0.08), len(text), 0.84, **style))
+        for place, character in enumerate(text):
+            panel.text(
+                left + place + 0.5,
+                top + 0.53,
+                character,
+                family="monospace",
+                fontsize=9,
+                ha="center",
+                va="center",
+                parse_math=False,
+            )
     return figure
 
 

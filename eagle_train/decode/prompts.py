@@ -7,6 +7,8 @@ known by their keys.
     {"messages": [...]}                      a conversation up to a user turn; an answer behind it is left out
     {"input_ids": [...]}                     token ids, taken as they are
 
+A category may stand beside any of them; the demo's files call it family, and join several by "+".
+
 Texts go through the target's chat template by the very functions that training uses, so that the ids are
 those that the head was trained behind.
 """
@@ -134,9 +136,11 @@ def _parse(line: bytes, source: str, roles: Mapping[str, str]) -> _Row:
         found = " and ".join(forms) if forms else f"keys {', '.join(sorted(row)) or 'none'}"
         raise InputError(f"{source}: found {found}; a prompt has exactly one of {', '.join(PROMPT_FORMS)}")
     form = forms[0]
-    category = row.get("category")
+    category = row.get("category", row.get("family"))
     if category is None:
         category = {"question": "math", "prompt": "code" if "entry_point" in row else ""}.get(form, "")
+    elif "category" not in row and "+" in str(category):
+        category = "several"
     if not isinstance(category, str):
         raise InputError(f"{source}: category is {category!r}; expected text")
     if form == "input_ids":

@@ -32,6 +32,7 @@ class PromptResult:
     accepted_per_position: tuple[int, ...]  # [n]: verify steps whose draft token at position i was accepted
     is_looping: bool  # over 30 % of the answer's 8-grams are repeats
     stopped: bool  # ended by an end-of-text token rather than by max_new_tokens
+    accepted_per_step: tuple[int, ...] = ()  # [verify_steps]: draft tokens accepted; see `answer_runs`
 
 
 def is_looping(token_ids: Sequence[int]) -> bool:
@@ -52,3 +53,17 @@ def answer_samples(prompts: Sequence[Prompt], results: Sequence[PromptResult]) -
         remaining = answer_remaining_from_spans(len(ids), [(len(prompt.token_ids), len(ids))])
         samples.append(Sample(ids, remaining, result.source))
     return samples
+
+
+def answer_runs(result: PromptResult) -> list[tuple[int, int, int]]:
+    """How an answer came to be: half-open ranges (start, end of accepted, end) of its tokens, one a target
+    pass. Tokens start..end of accepted were drafted, the rest is the target's own; the first is the prefill.
+    """
+    length = len(result.token_ids)
+    runs = [(0, 0, min(1, length))]
+    for accepted in result.accepted_per_step:
+        start = runs[-1][2]
+        runs.append((start, min(start + accepted, length), min(start + accepted + 1, length)))
+    if (end := runs[-1][2]) < length:  # under cap_last_step: a pass that drafted nothing
+        runs.append((end, end, length))
+    return runs

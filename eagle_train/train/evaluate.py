@@ -26,6 +26,12 @@ from eagle_train.model.target import Target
 from eagle_train.objective.acceptance import AcceptanceTotals
 from eagle_train.objective.bigram import bigram_walk, fit_bigram
 from eagle_train.objective.losses import PLAIN_CHUNKS, ChunkFunctions
+from eagle_train.objective.sampled_walk import (
+    ExpectedCounts,
+    acceptance_probabilities,
+    pool_expected,
+    sampled_walk,
+)
 from eagle_train.objective.unroll import STEP_DECAY, UnrolledSums, supervise, unrolled_sums
 from eagle_train.train.distributed import Ranks
 from eagle_train.train.report import format_sources
@@ -160,6 +166,73 @@ def validation_shapes(
         world_size=geometry.world_size,
     )
     return plan_shapes(plan, supervised_rows(samples), supervised_sizes, padding_free=config.padding_free)
+
+
+def evaluate_sampled(
+    head: Eagle3DraftHead,
+    target: Target,
+    samples: Sequence[Sample],
+    *,
+    num_speculative_tokens: int,
+    temperature: float,
+    samples_proposal: bool,
+    training_seq_len: int,
+    bucket_granularity: int,
+    padding_free: bool = True,
+    batch_size: int = 8,
+    progress: bool = True,
+) -> ExpectedCounts:
+    """What a decoder at this temperature is expected to have counted along these answers, which it sampled
+    from the target; see objective/sampled_walk.py. Batched as in `evaluate`, eager.
+    """
+    plan = validation_plan(
+        samples,
+        training_seq_len=training_seq_len,
+        bucket_granularity=bucket_granularity,
+        padding_free=padding_free,
+        batch_size=batch_size,
+    )
+    loader = planned_loader(
+        PlannedBatches(samples, plan, BucketingCollator(bucket_granularity, padding_free))
+    )
+    walks: list[ExpectedCounts] = []
+    for batch in tqdm(loader, desc="chain walk", unit="batch", leave=False, disable=not progress):
+        walks += sampled_walks(
+            head,
+            target,
+            batch,
+            num_speculative_tokens,
+            temperature=temperature,
+            samples_proposal=samples_proposal,
+        )
+    return pool_expected(walks, num_speculative_tokens)
+
+
+def sampled_walks(
+    head: Eagle3DraftHead,
+    target: Target,
+    batch: PackedBatch,
+    num_speculative_tokens: int,
+    *,
+    temperature: float,
+    samples_proposal: bool,
+) -> list[ExpectedCounts]:
+    """`evaluate_sampled` of one batch that lies on the host, answer by answer."""
+    remaining_T = batch.answer_remaining.numpy()
+    supervision = supervise(batch.answer_remaining, num_speculative_tokens).to(target.device)
+    batch = batch.to(target.device)
+    accept_KT = acceptance_probabilities(
+        head,
+        target.embed,
+        target.logits,
+        batch,
+        supervision,
+        target.features(batch),
+        num_speculative_tokens,
+        temperature=temperature,
+        samples_proposal=samples_proposal,
+    )
+    return sampled_walk(accept_KT.cpu().numpy(), remaining_T, num_speculative_tokens)
 
 
 def validation_plan(

@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -21,14 +22,18 @@ from eagle_train.flags import parse
 from eagle_train.model.checkpoint import load_draft_head
 from eagle_train.model.eagle3 import Eagle3DraftHead
 from eagle_train.model.target import FrozenTarget, read_target_config
-from eagle_train.train.evaluate import evaluate
+from eagle_train.train.evaluate import evaluate, evaluate_sampled
 from eagle_train.train.measure_report import Expected, Measurement, Speed, as_json, format_measurement
 from eagle_train.train.output import RUN_CONFIG
 from eagle_train.train.prepare import DEMO_NAME, choose_device, choose_dtype, load_tokenizer, open_target
 from eagle_train.train.splits import DEMO
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 WALK_GRANULARITY = 64  # tokens; lengths of the chain walk's batches, which run eager
 WARM_TOKENS = 8  # decoded before the clock runs
+RENAMED_SHARE = 0.01  # of a vocabulary; fine-tuned targets give reserved tokens names
 ANY_LAYERS = (0, 1, 2)  # read until the target is known to have the draft's
 
 
@@ -54,8 +59,8 @@ def measure(options: MeasureConfig) -> None:
     if options.json is not None:
         write_json(Path(options.json), as_json(options, target, report, measurement))
     if options.plot is not None:
-        shares = measurement.expected.shares() if measurement.expected else None
-        save_figure(draw_acceptance(measurement.groups, shares), Path(options.plot))
+        figure = draw_acceptance(measurement.groups, measurement.expected.shares())
+        save_figure(figure, Path(options.plot))
 
 
 def open_target_and_prompts(
@@ -64,14 +69,16 @@ def open_target_and_prompts(
     """What the head is measured with; cheap checks first. run: from `with_run_options`."""
     assert run.target is not None
     is_demo = run.target == DEMO_NAME
-    name = str(DEMO / "target") if is_demo else run.target
+    name = target_path(run.target)
     paths = options.prompts or ((str(DEMO / "heldout.jsonl"),) if is_demo else ())
     if not paths:
         raise InputError("no prompts; name a JSONL file with --prompts")
     read_target_config(name, options.trust_remote_code)  # says clearly what is not there
+    tokenizer = load_tokenizer(name, run)
+    check_tokenizer(options.draft, run, tokenizer)
     prompts, report = read_prompts(
         paths,
-        load_tokenizer(name, run),
+        tokenizer,
         template_options=run.parsed_template_options(),
         max_prompts=options.max_prompts,
     )
@@ -85,10 +92,7 @@ def with_run_options(options: MeasureConfig) -> TrainConfig:
     """Under the given options, those of the run that the draft comes from, if it is one of ours: its target,
     its attention and its chat template, because prompts must be read as they were in training.
     """
-    path = Path(options.draft) / RUN_CONFIG
-    saved = None
-    if path.is_file():
-        saved = parse(TrainConfig, ["--config", str(path)], command="measure", description="")
+    path, saved = Path(options.draft) / RUN_CONFIG, saved_run_options(options.draft)
     target = options.target
     if target is None and saved is not None and not saved.mock_target:
         target = saved.target or DEMO_NAME
@@ -108,10 +112,44 @@ def with_run_options(options: MeasureConfig) -> TrainConfig:
     )
 
 
+def saved_run_options(draft: str) -> TrainConfig | None:
+    """The options of the run that a draft comes from, if it is one of ours."""
+    path = Path(draft) / RUN_CONFIG
+    if not path.is_file():
+        return None
+    return parse(TrainConfig, ["--config", str(path)], command="measure", description="")
+
+
+def check_tokenizer(draft: str, run: TrainConfig, tokenizer: "PreTrainedTokenizerBase") -> None:
+    """Refuse, with InputError, a target that writes text in other tokens than the one that the draft's run
+    names. Not checked where no run says, or where that target is not at hand.
+    """
+    saved = saved_run_options(draft)
+    if saved is None or saved.mock_target or (saved.target or DEMO_NAME) == run.target:
+        return
+    try:
+        own = load_tokenizer(target_path(saved.target or DEMO_NAME), TrainConfig())
+    except InputError:
+        return
+    vocabulary, own_vocabulary = tokenizer.get_vocab(), own.get_vocab()
+    different = [token for token, index in own_vocabulary.items() if vocabulary.get(token) != index]
+    if len(different) > RENAMED_SHARE * len(own_vocabulary):
+        raise InputError(
+            f"the draft was trained with the tokenizer of {saved.target or DEMO_NAME}, and {run.target} has "
+            f"{len(different):,} of its {len(own_vocabulary):,} tokens not or under another id, such as "
+            f"{different[0]!r}; use the target that the draft was trained for"
+        )
+
+
+def target_path(target: str) -> str:
+    """--target, with the bundled demo's directory under its own name."""
+    return str(DEMO / "target") if target == DEMO_NAME else target
+
+
 def measure_prompts(
     options: MeasureConfig, target: FrozenTarget, head: Eagle3DraftHead, prompts: Sequence[Prompt]
 ) -> Measurement:
-    """Decode with the draft; without it under --compare_plain; walk the answers where they are greedy."""
+    """Decode with the draft; without it under --compare_plain; walk the answers."""
 
     def decode(some: Sequence[Prompt], max_new_tokens: int) -> list[PromptResult]:
         return measure_acceptance(
@@ -145,7 +183,7 @@ def measure_prompts(
     is_greedy = options.temperature == 0
     return Measurement(
         groups=group_figures(results, seed=options.seed),
-        expected=expected_acceptance(options, target, head, prompts, results) if is_greedy else None,
+        expected=expected_acceptance(options, target, head, prompts, results),
         speed=Speed(
             count_tokens(results), seconds, None if plain is None else count_tokens(plain), plain_seconds
         ),
@@ -178,17 +216,34 @@ def expected_acceptance(
 ) -> Expected:
     """The chain walk, by teacher forcing, over the answers that were decoded."""
     samples = answer_samples(prompts, results)
+    n = options.num_speculative_tokens
+    longest, padding_free = max(map(len, samples)), target.isolates_documents
+    if options.temperature:
+        counts = evaluate_sampled(
+            head,
+            target,
+            samples,
+            num_speculative_tokens=n,
+            temperature=options.temperature,
+            samples_proposal=options.proposal == "sampled",
+            training_seq_len=longest,
+            bucket_granularity=WALK_GRANULARITY,
+            padding_free=padding_free,
+            batch_size=options.batch_size,
+        )
+        return Expected(counts.acceptance_length, counts.steps, counts.accepted_per_position.tolist())
     metrics = evaluate(
         head,
         target,
         samples,
-        ttt_steps=options.num_speculative_tokens,
-        training_seq_len=max(map(len, samples)),
+        ttt_steps=n,
+        training_seq_len=longest,
         bucket_granularity=WALK_GRANULARITY,
-        padding_free=target.isolates_documents,
+        padding_free=padding_free,
         batch_size=options.batch_size,
     )
-    n = str(options.num_speculative_tokens)
     return Expected(
-        metrics["acceptance_length"][n], metrics["verify_steps"][n], metrics["accepted_per_position"][n]
+        metrics["acceptance_length"][str(n)],
+        metrics["verify_steps"][str(n)],
+        metrics["accepted_per_position"][str(n)],
     )

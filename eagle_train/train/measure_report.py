@@ -15,18 +15,19 @@ from eagle_train.train.report import format_facts, format_figure, format_table
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """What the chain walk finds on the answers that were decoded.
+    """What the chain walk finds on the answers that were decoded: counts of greedy ones, expectations of
+    counts of sampled ones.
 
     acceptance_length: emitted tokens per verify step, 1..n+1; accepted_per_position: `[n]` verify steps.
     """
 
     acceptance_length: float | None
-    verify_steps: int
-    accepted_per_position: list[int]
+    verify_steps: float
+    accepted_per_position: list[float]
 
     def shares(self) -> list[float]:
         """Share of the verify steps in which each position is accepted, `[n]`, 0..1."""
-        return [accepted / max(self.verify_steps, 1) for accepted in self.accepted_per_position]
+        return [accepted / (self.verify_steps or 1) for accepted in self.accepted_per_position]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +61,7 @@ class Measurement:
     """
 
     groups: dict[str, GroupFigures]
-    expected: Expected | None
+    expected: Expected
     speed: Speed
     num_different: int | None
 
@@ -121,7 +122,7 @@ def format_positions(measurement: Measurement) -> str:
     columns = [format_estimate(estimate, 3) for estimate in positions]
     rows = [["measured share of steps", *(value for value, _ in columns)]]
     rows += [["95 % interval", *(interval for _, interval in columns)]]
-    if measurement.expected is not None and positions:
+    if positions:
         rows.append(["expected", *(format_figure(share) for share in measurement.expected.shares())])
     return format_table(["drafted token", *(str(i + 1) for i in range(len(positions)))], rows)
 
@@ -140,13 +141,13 @@ def comparison_facts(
 ) -> dict[str, str]:
     """Expected against measured, the mean of means under its own name, speed, and whether answers differ."""
     every, expected, speed = measurement.groups[ALL].every, measurement.expected, measurement.speed
-    facts = {}
-    if expected is not None:
-        facts["expected acceptance length"] = (
-            f"{format_figure(expected.acceptance_length)} by the chain walk over these answers, measured "
-            f"{format_figure(every.emitted_per_step)} (tokens a step; steps: expected "
-            f"{expected.verify_steps:,}, measured {every.verify_steps:,})"
-        )
+    emitted, interval = format_estimate(every.emitted_per_step, 3)
+    steps = f"{expected.verify_steps:,.1f}" if options.temperature else f"{expected.verify_steps:,}"
+    facts = {
+        "expected acceptance length": f"{format_figure(expected.acceptance_length)} by the chain walk over "
+        f"these answers, measured {emitted} ({interval}; tokens a step; steps: expected {steps}, measured "
+        f"{every.verify_steps:,})"
+    }
     facts["acceptance_length_prompt_mean"] = (
         f"{format_figure(every.acceptance_length_prompt_mean)} (each prompt weighs the same; not pooled)"
     )
@@ -178,7 +179,7 @@ def as_json(
         "device": str(target.device),
         "data": asdict(report),
         "groups": {name: asdict(group) for name, group in measurement.groups.items()},
-        "expected": None if measurement.expected is None else asdict(measurement.expected),
+        "expected": asdict(measurement.expected),
         "speed": asdict(speed)
         | {
             "tokens_per_second": speed.tokens_per_second,

@@ -122,7 +122,7 @@ def format_measured(
     loops = f"; {looping} of the answers loop" if looping else ""
     return (
         f"{title}: acceptance_length {length.value:.2f}{interval} measured; emitted tokens per verify step "
-        f"{figures.emitted_per_step:.2f} measured, {expected:.2f} expected on the same answers{loops}"
+        f"{figures.emitted_per_step.value:.2f} measured, {expected:.2f} expected on the same answers{loops}"
     )
 
 

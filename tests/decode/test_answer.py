@@ -3,7 +3,7 @@
 import pytest
 
 from eagle_train.decode.answer import Answer, DecodeOptions
-from eagle_train.decode.results import Prompt, answer_samples, is_looping
+from eagle_train.decode.results import Prompt, answer_runs, answer_samples, is_looping
 
 STOP = 9
 
@@ -45,6 +45,7 @@ def test_accepted_tokens_beyond_the_limit_count_and_are_not_kept() -> None:
     assert row.is_done
     assert (result.token_ids, result.verify_steps, result.drafted) == ((1, 2, 3, 4), 2, 6)
     assert result.accepted_per_position == (1, 1, 1)
+    assert answer_runs(result) == [(0, 0, 1), (1, 1, 2), (2, 4, 4)]
 
 
 def test_a_capped_step_drafts_what_is_left_less_one() -> None:
@@ -56,6 +57,8 @@ def test_a_capped_step_drafts_what_is_left_less_one() -> None:
     result = row.result()
     assert (result.token_ids, result.verify_steps, result.drafted) == ((1, 2, 3, 4), 1, 2)
     assert result.accepted_per_position == (1, 0, 0)
+    assert result.accepted_per_step == (1,)
+    assert answer_runs(result) == [(0, 0, 1), (1, 2, 3), (3, 3, 4)]
 
 
 @pytest.mark.parametrize(
@@ -75,6 +78,8 @@ def test_an_end_of_text_is_kept_and_what_lies_behind_it_is_not_counted(
     assert row.is_done
     assert (result.token_ids, result.stopped) == (kept, True)
     assert (result.verify_steps, result.accepted_per_position) == (1, counts)
+    assert result.accepted_per_step == (sum(counts),)
+    assert answer_runs(result)[-1] == (1, 1 + sum(counts), len(kept))
 
 
 def test_an_end_of_text_beyond_the_limit_does_not_stop_the_answer() -> None:

@@ -102,6 +102,8 @@ def test_a_rotary_embedding_that_changes_with_length_bounds_the_context() -> Non
         ({"max_new_tokens": 0}, "--max_new_tokens is 0"),
         ({"batch_size": -1}, "--batch_size is -1"),
         ({"temperature": -0.5}, r"--temperature is -0\.5"),
+        ({"temperature": 1e-40}, "--temperature is 1e-40; it must be 0 .* or at least 1e-06"),
+        ({"seed": -1}, "--seed is -1"),
         ({"temperature": float("nan")}, "--temperature is nan"),
         ({"proposal": "best"}, "--proposal is 'best'; it must be one of greedy, sampled"),
     ],

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from eagle_train.decode.figures import ALL, acceptance_figures, count_different, group_figures
+from eagle_train.decode.figures import ALL, Estimate, acceptance_figures, count_different, group_figures
 from eagle_train.decode.results import PromptResult
 
 
@@ -46,7 +46,8 @@ def test_a_position_counts_the_verify_steps_that_accepted_it() -> None:
 
 
 def test_emitted_tokens_leave_out_the_one_that_the_prefill_gives() -> None:
-    assert acceptance_figures([result(4, (4, 3), tokens=11)] * 2).emitted_per_step == 2.5
+    figures = acceptance_figures([result(4, (4, 3), tokens=11)] * 2)
+    assert figures.emitted_per_step == Estimate(2.5, 2.5, 2.5)
 
 
 def test_the_interval_is_that_of_resampled_prompts() -> None:

@@ -104,7 +104,7 @@ def test_greedy_float32_answers_equal_plain_ones_and_the_walks_counts(place: Pat
     every, expected, speed = figures["groups"]["all"]["every"], figures["expected"], figures["speed"]
     assert figures["answers_unlike_plain"] == 0
     assert expected["verify_steps"] == every["verify_steps"]
-    assert expected["acceptance_length"] == pytest.approx(every["emitted_per_step"])
+    assert expected["acceptance_length"] == pytest.approx(every["emitted_per_step"]["value"])
     # The walk leaves out what the decoder drafts in an answer's last step beyond its limit, and no more.
     measured = [round(share["value"] * every["verify_steps"]) for share in every["acceptance_per_position"]]
     beyond = [found - own for found, own in zip(measured, expected["accepted_per_position"], strict=True)]
@@ -114,13 +114,24 @@ def test_greedy_float32_answers_equal_plain_ones_and_the_walks_counts(place: Pat
     assert speed["speedup"] == pytest.approx(speed["plain_seconds"] / speed["seconds"])
 
 
-def test_plain_decoding_can_be_left_out_and_samples_have_no_walk(place: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("proposal", ["greedy", "sampled"])
+def test_samples_have_their_own_walk_and_plain_decoding_can_be_left_out(
+    place: Path, tmp_path: Path, proposal: str
+) -> None:
     outcome = measure(
-        place, json=tmp_path / "f.json", temperature=1.0, proposal="sampled", compare_plain="false"
+        place, json=tmp_path / "f.json", temperature=0.5, proposal=proposal, compare_plain="false"
     )
     figures = figures_of(outcome, tmp_path / "f.json")
-    assert figures["expected"] is figures["answers_unlike_plain"] is figures["speed"]["speedup"] is None
-    assert "temperature 1.0, sampled proposal" in outcome.out
+    assert figures["answers_unlike_plain"] is figures["speed"]["speedup"] is None
+    assert f"temperature 0.5, {proposal} proposal" in outcome.out
+    every, expected = figures["groups"]["all"]["every"], figures["expected"]
+    emitted = every["emitted_per_step"]["value"] * every["verify_steps"]
+    assert expected["acceptance_length"] * expected["verify_steps"] == pytest.approx(emitted)
+    if proposal == "greedy":  # nothing is left to chance, given the answers
+        assert expected["verify_steps"] == every["verify_steps"]
+    else:
+        assert expected["verify_steps"] % 1 > 0
+        assert expected["verify_steps"] == pytest.approx(every["verify_steps"], rel=0.2)
 
 
 def test_u04_the_runs_template_options_are_used_again(place: Path, tmp_path: Path) -> None:
@@ -142,12 +153,13 @@ def test_prompts_can_be_fewer_and_the_demos_are_found(tmp_path: Path, place: Pat
     assert figures["groups"]["all"]["every"]["prompts"] == 2
     assert figures["data"]["rows_not_measured"] == 3
     line = measure(place, target="demo").refusal()
-    assert "hidden size" in line
+    assert "and demo has 299 of its 301 tokens not or under another id" in line
 
 
 BAD_FLAGS = {
     "num_speculative_tokens": (0, ("--num_speculative_tokens is 0", "at least 1")),
     "temperature": (-1.0, ("--temperature is -1.0",)),
+    "seed": (-1, ("--seed is -1", "at least 0")),
     "proposal": ("sampled", ("--proposal sampled", "--temperature")),
     "json": ("/nowhere/f.json", ("--json /nowhere/f.json", "/nowhere")),
     "plot": ("f.bmp", ("--plot f.bmp", ".png")),
@@ -167,7 +179,20 @@ def test_bad_options_are_refused_in_one_line(place: Path, flag: str) -> None:
         assert word in line
 
 
-def test_drafts_and_prompts_that_cannot_be_used_are_refused_in_one_line(place: Path, tmp_path: Path) -> None:
+def swap_tokens(path: Path) -> None:
+    """The same tokens under each other's ids, special ones apart."""
+    values = json.loads(path.read_text())
+    special = {token["content"] for token in values["added_tokens"]}
+    vocabulary = values["model"]["vocab"]
+    names = [name for name in vocabulary if name not in special]
+    swapped = zip(names, reversed(names), strict=True)
+    vocabulary |= {name: vocabulary[other] for name, other in list(swapped)}
+    path.write_text(json.dumps(values))
+
+
+def test_drafts_and_prompts_that_cannot_be_used_are_refused_in_one_line(
+    place: Path, tmp_path: Path, target_dir: Path
+) -> None:
     head = load_file(place / "draft" / "model.safetensors")
     broken = head["fc.weight"].clone()
     broken[0, 0] = float("nan")
@@ -177,11 +202,14 @@ def test_drafts_and_prompts_that_cannot_be_used_are_refused_in_one_line(place: P
     empty = tmp_path / "empty.jsonl"
     empty.write_text("")
     narrow = write_target(tmp_path / "narrow", hidden_size=16, num_attention_heads=2)
+    other = shutil.copytree(target_dir, tmp_path / "other")
+    swap_tokens(other / "tokenizer.json")
     for named, words in (
         ({"draft": nan_draft}, ("fc.weight holds a NaN",)),
         ({"draft": no_run}, ("--target is not named",)),
         ({"prompts": empty}, ("empty.jsonl", "no rows")),
         ({"target": narrow}, ("hidden size is 32", "16")),
+        ({"target": other}, ("the tokenizer of", "tokens not or under another id, such as", "trained for")),
     ):
         line = measure(place, **named).refusal()
         for word in words:

@@ -56,7 +56,9 @@ def test_measured_and_expected_agree_on_the_answers_that_were_decoded(
         assert event["prompts"] == 3
         assert event["num_speculative_tokens"] == 3
         assert event["verify_steps"] > 0
-        assert event["emitted_per_step"] == pytest.approx(event["expected_emitted_per_step"], rel=1e-9)
+        assert event["emitted_per_step"]["value"] == pytest.approx(
+            event["expected_emitted_per_step"], rel=1e-9
+        )
     assert outcome.out.count("prompts decoded, n = 3: acceptance_length ") == 5
 
 
