@@ -50,7 +50,7 @@ def _layer_effect(stored: StoredHead, engine: str, num_layers: int | None) -> Ef
     meant = aux_layer_ids(stored.flat)
     default = list(default_aux_layer_ids(num_layers)) if num_layers is not None else None
     if engine == OPENVINO:
-        return _openvino_effect(meant or default)
+        return _openvino_effect(meant or default, has_maps="d2t" in stored.tensors)
     if meant is not None and engine != TENSORRT:
         read = _layers_read(stored, engine) or default
         if read is None:
@@ -81,14 +81,16 @@ def _layers_read(stored: StoredHead, engine: str) -> list[int] | None:
     return top
 
 
-def _openvino_effect(layers: list[int] | None) -> Effect:
+def _openvino_effect(layers: list[int] | None, *, has_maps: bool) -> Effect:
     if layers and min(layers) < 1:
         return Effect(REFUSED, f"cannot read layer {min(layers)}: it counts the outputs of blocks")
     shown = f" {' '.join(str(x - 1) for x in layers)}" if layers else ""
+    # Run on a head of the whole vocabulary: 49 of 1,197 drafted tokens accepted, with maps 200 of 778.
+    maps = "" if has_maps else "; without d2t and t2d it accepts next to nothing, and export writes them"
     return Effect(
         LOADS,
         f"once converted, with hidden_layers_list{shown} set (export --to openvino lists the steps); without "
-        "it one block late",
+        f"it one block late{maps}",
     )
 
 

@@ -65,7 +65,7 @@ def export_draft_head(draft: str | Path, engine: str, out: str | Path, target: s
     stored = read_stored_head(draft)
     target_config = read_target_config(target) if target else None
     config = _fitted_config(stored, target, target_config, engine)
-    tensors = _tensors(stored, config)
+    tensors = _tensors(stored, config, always_maps=engine == OPENVINO)
     served = _served(out, engine, config, tensors["fc.weight"].dtype, target, target_config)
     special = {
         name: getattr(target_config, name, None) if target_config else stored.flat.get(name)
@@ -145,8 +145,10 @@ def _fitted_config(stored: StoredHead, target: str | None, target_config: Any, e
     return config
 
 
-def _tensors(stored: StoredHead, config: Eagle3Config) -> dict[str, Tensor]:
-    """The stored tensors, with both maps as the layout has them (none for a whole vocabulary)."""
+def _tensors(stored: StoredHead, config: Eagle3Config, *, always_maps: bool) -> dict[str, Tensor]:
+    """The stored tensors, with both maps as the layout has them. For a whole vocabulary it has none, but
+    OpenVINO's converter registers both and leaves them unset where they are missing (always_maps).
+    """
     tensors = {name: tensor for name, tensor in stored.tensors.items() if name not in ("d2t", "t2d")}
     if "lm_head.weight" not in tensors:
         raise InputError(
@@ -158,6 +160,9 @@ def _tensors(stored: StoredHead, config: Eagle3Config) -> dict[str, Tensor]:
         t2d = torch.zeros(config.vocab_size, dtype=torch.bool)
         t2d[d2t + torch.arange(len(d2t))] = True
         tensors |= {"d2t": d2t, "t2d": t2d}
+    elif always_maps:
+        tensors["d2t"] = torch.zeros(config.vocab_size, dtype=torch.int64)
+        tensors["t2d"] = torch.ones(config.vocab_size, dtype=torch.bool)
     return tensors
 
 

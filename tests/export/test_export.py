@@ -85,6 +85,14 @@ def test_a_whole_vocabulary_is_exported_without_maps(
     export_draft_head(tmp_path / "head", "speculators", tmp_path / "out", str(target_dir))
     assert not {"d2t", "t2d"} & set(tensors_in(tmp_path / "out"))
     assert_same_weights(load_draft_head(tmp_path / "out"), load_draft_head(tmp_path / "head"))
+    # OpenVINO has both maps as buffers, which it leaves unset where the file has none.
+    export_draft_head(tmp_path / "head", "openvino", tmp_path / "openvino", str(target_dir))
+    maps = tensors_in(tmp_path / "openvino")
+    assert maps["d2t"].tolist() == [0] * target.vocab_size
+    assert maps["t2d"].tolist() == [True] * target.vocab_size
+    without = check_draft_head(tmp_path / "head", str(target_dir)).verdicts["openvino"]
+    assert "without d2t and t2d it accepts next to nothing" in without.why
+    assert "next to nothing" not in check_draft_head(tmp_path / "openvino").verdicts["openvino"].why
 
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang", "openvino", "llamacpp"])
