@@ -21,6 +21,15 @@ import torch
 from torch import Tensor
 
 
+def to_device(x: Tensor, device: torch.device | str) -> Tensor:
+    """x on `device`. A host tensor goes to a GPU from page-locked memory: from any other the host would wait
+    for the copy, and so for all work before it.
+    """
+    if x.device.type == "cpu" and torch.device(device).type == "cuda":
+        x = x.pin_memory()
+    return x.to(device, non_blocking=True)
+
+
 @dataclass(frozen=True, slots=True)
 class PackedBatch:
     """One micro-batch of one rank, built on the CPU.
@@ -66,7 +75,7 @@ class PackedBatch:
 
     def to(self, device: torch.device | str) -> "PackedBatch":
         """The same batch with its tensors on `device`."""
-        return self._map(lambda x: x.to(device, non_blocking=True))
+        return self._map(lambda x: to_device(x, device))
 
     def pin_memory(self) -> "PackedBatch":
         """The same batch in page-locked memory; a DataLoader calls this."""

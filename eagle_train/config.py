@@ -219,7 +219,9 @@ class TrainConfig:
         False, "run", "compute a TTT step's activations again in the backward, for long rows on little memory"
     )
     compile_target: bool = option(False, "run", "compile the target's MLPs too, with --torch_compile")
-    num_threads: int | None = option(None, "run", "CPU threads; none: PyTorch's choice")
+    num_threads: int | None = option(
+        None, "run", "CPU threads; none: OMP_NUM_THREADS, or one for each physical core"
+    )
 
     @property
     def granularity(self) -> int:

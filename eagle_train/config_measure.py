@@ -56,7 +56,9 @@ class MeasureConfig:
     compare_plain: bool = option(
         True, "decoding", "decode without the draft too, for the speed-up and to check that answers are equal"
     )
-    num_threads: int | None = option(None, "decoding", "CPU threads; none: PyTorch's choice")
+    num_threads: int | None = option(
+        None, "decoding", "CPU threads; none: OMP_NUM_THREADS, or one for each physical core"
+    )
 
     json: str | None = option(None, "output", "file for all figures as JSON")
     plot: str | None = option(

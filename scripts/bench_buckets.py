@@ -165,6 +165,8 @@ def train_step(
     torch.nn.utils.clip_grad_norm_(prepared.head.parameters(), config.max_grad_norm)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
+    if prepared.target.device.type == "cuda":  # the clock is the host's
+        torch.cuda.synchronize(prepared.target.device)
 
 
 def report(rows: list[Setting], args: argparse.Namespace) -> str:

@@ -204,6 +204,7 @@ def buckets(args: argparse.Namespace) -> dict[str, Any]:
         ttt_steps=2 if args.small else 7,
         mock_target="32,8,96" if args.small else "2048,16,128256",
         mock_len="lognormal:8:64" if args.small else "lognormal:300:4096",
+        dtype="float32" if args.small else "auto",
         warm_cache=False,
     )
     settings = [

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from eagle_train.batch import PackedBatch, TargetFeatures
+from eagle_train.batch import PackedBatch, TargetFeatures, to_device
 from eagle_train.model.attention import DocumentLayout, unrolled_attention
 from eagle_train.model.eagle3 import Eagle3DraftHead
 from eagle_train.objective.losses import (
@@ -54,7 +54,7 @@ class Supervision:
 
     def to(self, device: torch.device | str) -> "Supervision":
         return Supervision(
-            *(t.to(device, non_blocking=True) for t in (self.rows_R0, self.row_R, self.step_R, self.label_R))
+            *(to_device(t, device) for t in (self.rows_R0, self.row_R, self.step_R, self.label_R))
         )
 
 
@@ -121,8 +121,9 @@ def unroll_states(
     """
     project, finish = head.project, head.finish
     if head.gradient_checkpointing:
-        project = partial(checkpoint, head.project, use_reentrant=False)
-        finish = partial(checkpoint, head.finish, use_reentrant=False)
+        # Nothing in a step is random, so there is no generator state to keep.
+        again = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
+        project, finish = partial(again, head.project), partial(again, head.finish)
     layout = DocumentLayout(batch.cu_seqlens, batch.offsets, batch.max_seqlen)
     num_slots, num_rows = batch.num_slots, len(rows_R0)
     assert batch.supervised_len in (0, max(batch.supervised_len, num_rows)), (

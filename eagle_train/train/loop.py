@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from eagle_train.batch import PackedBatch
+from eagle_train.batch import PackedBatch, to_device
 from eagle_train.config import TrainConfig
 from eagle_train.errors import InputError, RankError
 from eagle_train.objective.unroll import UnrolledSums
@@ -46,6 +46,7 @@ from eagle_train.train.selection import (
 )
 from eagle_train.train.state import RunState, load_state, restore_interrupted_save, save_state
 from eagle_train.train.statistics import batch_counts
+from eagle_train.train.threads import set_num_threads
 
 
 def train(config: TrainConfig) -> Path:
@@ -146,8 +147,7 @@ def start(config: TrainConfig, ranks: Ranks) -> Run:
     saved = ranks.together(lambda: with_saved_choices(config))
     assert saved is not None
     config = saved
-    if config.num_threads:
-        torch.set_num_threads(config.num_threads)
+    set_num_threads(config.num_threads)
     device = ranks.together(lambda: choose_rank_device(config.device, ranks.device))
     assert device is not None
     # Timed on one rank, because ranks could come to different answers.
@@ -219,7 +219,7 @@ def train_step(run: Run, window: list[PackedBatch]) -> list[UnrolledSums]:
         # Nothing to learn from: no weight, no moment and no learning rate moves.
         state.empty_steps += 1
         return []
-    step_weight_K = step_weights(counts_K, config.step_decay).to(run.prepared.target.device)
+    step_weight_K = to_device(step_weights(counts_K, config.step_decay), run.prepared.target.device)
     sums = []
     for batch in window:
         with without_sync(run.module, run.ranks, is_last=batch is window[-1]):
@@ -229,7 +229,9 @@ def train_step(run: Run, window: list[PackedBatch]) -> list[UnrolledSums]:
             batch_sums.loss.backward()
         sums.append(replace(batch_sums, loss=batch_sums.loss.detach()))
     grad_norm = torch.nn.utils.clip_grad_norm_(head.parameters(), config.max_grad_norm)
-    stop_if_not_finite(run, sum(float(s.loss) for s in sums) + float(grad_norm), window)
+    # The step's one wait for the device: weights must not move where the loss or a gradient is not finite.
+    is_finite = bool(torch.stack([*(s.loss for s in sums), grad_norm]).isfinite().all())
+    stop_if_not_finite(run, is_finite, window)
     factor = learning_rate_factor(
         state.step - 1 - state.empty_steps, run.num_steps, config.warmup_ratio, config.min_lr_ratio
     )
@@ -240,12 +242,11 @@ def train_step(run: Run, window: list[PackedBatch]) -> list[UnrolledSums]:
     return sums
 
 
-def stop_if_not_finite(run: Run, value: float, window: list[PackedBatch]) -> None:
-    """A NaN or infinity ends the run with the state of the step before it saved."""
-    ok = value - value == 0.0
-    if not run.ranks.sum([0.0 if ok else 1.0])[0]:
+def stop_if_not_finite(run: Run, is_finite: bool, window: list[PackedBatch]) -> None:
+    """A NaN or infinity on any rank ends the run with the state of the step before it saved."""
+    if not run.ranks.sum([float(not is_finite)])[0]:
         return
-    of_ranks = run.ranks.gather([] if ok else [source for batch in window for source in batch.sources])
+    of_ranks = run.ranks.gather([] if is_finite else [source for batch in window for source in batch.sources])
     failed_step = run.state.step
     run.optimizer.zero_grad(set_to_none=True)
     run.state.step -= 1

@@ -6,8 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
-
 from eagle_train.config import ISOLATED, TrainConfig
 from eagle_train.config_measure import MeasureConfig
 from eagle_train.decode.chain import decode_plain, measure_acceptance
@@ -27,6 +25,7 @@ from eagle_train.train.measure_report import Expected, Measurement, Speed, as_js
 from eagle_train.train.output import RUN_CONFIG
 from eagle_train.train.prepare import DEMO_NAME, choose_device, choose_dtype, load_tokenizer, open_target
 from eagle_train.train.splits import DEMO
+from eagle_train.train.threads import set_num_threads
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -45,8 +44,7 @@ def measure(options: MeasureConfig) -> None:
         check_parent("--json", Path(options.json))
     if options.plot is not None:
         check_plot("--plot", Path(options.plot))
-    if options.num_threads:
-        torch.set_num_threads(options.num_threads)
+    set_num_threads(options.num_threads)
     head = load_draft_head(options.draft)
     run = with_run_options(options)
     options = replace(options, target=run.target)
