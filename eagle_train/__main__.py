@@ -1,6 +1,7 @@
 """python -m eagle_train [train|plan|measure|plot|export|check] [flags]: `train` when the first is a flag."""
 
 import os
+import shlex
 import sys
 from collections.abc import Sequence
 from itertools import pairwise
@@ -113,13 +114,17 @@ def run_export(args: Sequence[str]) -> None:
     from eagle_train.flags import parse
 
     config = parse(ExportConfig, args, command="export", description=EXPORT_DESCRIPTION)
+    from eagle_train.export.engines import IN_PYTHON
     from eagle_train.export.write import STEPS, export_draft_head
 
     exported = export_draft_head(config.draft, config.to, config.out, _target_path(config.target))
     print(f"{exported.directory}: written for {exported.engine}")
     if exported.steps:
-        print("\n".join([f"next, bash {exported.directory / STEPS}, which runs:", *exported.steps]))
-    print(f"serve it: {exported.serve}")
+        script = shlex.quote(str(exported.directory / STEPS))
+        print("\n".join([f"next, bash {script}, which runs:", *exported.steps]))
+    where = f", inside {exported.directory}" if exported.steps else ""
+    where += ", in Python" if exported.engine in IN_PYTHON else ""
+    print(f"serve it{where}: {exported.serve}")
 
 
 def run_check(args: Sequence[str]) -> int:

@@ -91,6 +91,7 @@ class Case:
 def main() -> None:
     args = parse_args()
     try:
+        check_args(args)
         cases = [probe_case(args.probe)] if args.probe else []
         cases += [
             head_case(*map(Path, paths), args.num_prompts, args.num_speculative_tokens, args.max_new_tokens)
@@ -131,6 +132,19 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--max_new_tokens", type=int, default=40, help="per prompt")
     parser.add_argument("--json", type=Path, help="write every prompt's tokens and counts")
     return parser.parse_args()
+
+
+def check_args(args: argparse.Namespace) -> None:
+    """Raises InputError for what would otherwise end in a traceback, or fail once all engines have run."""
+    for name, least in (("num_prompts", 1), ("num_speculative_tokens", 1), ("max_new_tokens", 2)):
+        if (value := getattr(args, name)) < least:
+            raise InputError(f"--{name} {value} is too small; it must be at least {least}")
+    heads = [Path(path) / "config.json" for target, draft, _ in args.head for path in (target, draft)]
+    for path in [*heads, *([args.probe / "counts.json"] if args.probe else [])]:
+        if not path.is_file():
+            raise InputError(f"{path} does not exist; name the directory that holds it")
+    if args.json and not args.json.absolute().parent.is_dir():
+        raise InputError(f"--json {args.json}: its folder does not exist; make it first")
 
 
 def probe_case(folder: Path) -> Case:

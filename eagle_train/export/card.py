@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from eagle_train.errors import InputError
-from eagle_train.export.engines import TARGET_WORD, Served, serve_command, steps
+from eagle_train.export.engines import IN_PYTHON, TARGET_WORD, Served, serve_command, steps
 from eagle_train.export.findings import ENGINES, LLAMACPP, OPENVINO, SGLANG, TENSORRT, VLLM
 from eagle_train.files import write_atomically
 from eagle_train.model.layouts import OFFICIAL, aux_layer_ids, read_config_json
@@ -69,11 +69,16 @@ def read_run_record(directory: Path) -> RunRecord:
     try:
         options = yaml.safe_load(options_path.read_text()) if options_path.is_file() else {}
         lines = events_path.read_text().splitlines() if events_path.is_file() else []
+        # A crash may cut the last line short, as a run that resumes expects too.
+        if lines and not lines[-1].endswith("}"):
+            lines.pop()
         events = [json.loads(line) for line in lines]
     except (OSError, UnicodeDecodeError, yaml.YAMLError, json.JSONDecodeError) as error:
         reason = " ".join(str(error).split())[:200]
         raise InputError(f"{directory}: the record of its training cannot be read ({reason})") from error
-    return RunRecord(options if isinstance(options, dict) else {}, events)
+    return RunRecord(
+        options if isinstance(options, dict) else {}, [event for event in events if isinstance(event, dict)]
+    )
 
 
 def write_model_card(directory: str | Path) -> Path:
@@ -215,7 +220,9 @@ def serving(head: Served, engine: str | None) -> list[str]:
 
 def _engine_section(engine: str, head: Served) -> str:
     lines = [*steps(engine, head), serve_command(engine, head) or ""]
-    return _code(ENGINES[engine], "\n".join(lines))
+    where = ", run inside this directory" if len(lines) > 1 else ""
+    python = ", the last line in Python" if engine in IN_PYTHON else ""
+    return _code(f"{ENGINES[engine]}{where}{python}", "\n".join(lines))
 
 
 def _code(title: str, text: str) -> str:

@@ -26,7 +26,7 @@ from eagle_train.export.findings import (
     everywhere,
     of_engines,
 )
-from eagle_train.model.layouts import EAGLE1, SPECULATORS, StoredHead, aux_layer_ids
+from eagle_train.model.layouts import EAGLE1, SPECULATORS, StoredHead, aux_layer_ids, slides
 
 Shapes = dict[str, tuple[int, ...]]
 OPTIONAL = ("embed_tokens.weight", "t2d")
@@ -40,7 +40,7 @@ def head_findings(stored: StoredHead) -> list[Finding]:
     expected = expected_shapes(stored, sizes)
     found = _prefix(stored) + _names(stored, expected, sizes) + _values(stored, expected)
     if stored.algorithm != EAGLE1:
-        found += _maps(stored, sizes)
+        found += _maps(stored, sizes) + _layer_order(stored)
     return found
 
 
@@ -64,7 +64,12 @@ def expected_shapes(stored: StoredHead, sizes: Mapping[str, int]) -> Shapes:
         shapes |= {f"{prefix}{norm}.weight": (H,) for norm in norms}
         if flat.get("attention_bias"):
             rows = {"q": inner, "k": kv, "v": kv}
+            if f"{prefix}self_attn.o_proj.bias" in stored.tensors:  # families differ
+                rows["o"] = H
             shapes |= {f"{prefix}self_attn.{part}_proj.bias": (rows[part],) for part in rows}
+        if flat.get("mlp_bias"):
+            rows = {"gate": width, "up": width, "down": H}
+            shapes |= {f"{prefix}mlp.{part}_proj.bias": (rows[part],) for part in rows}
         if flat.get("model_type") == "qwen3":
             shapes |= {f"{prefix}self_attn.{part}_norm.weight": (sizes["head_dim"],) for part in "qk"}
     if stored.option("norm_before_fc"):
@@ -145,6 +150,8 @@ def _names(stored: StoredHead, expected: Shapes, sizes: Mapping[str, int]) -> li
         )
         found.append(Finding(f"{why}; remove it, or use a loader that knows it", True, effects))
     shapes = expected | {"embed_tokens.weight": (V, sizes["hidden_size"])}
+    if stored.algorithm != EAGLE1:
+        shapes |= {"d2t": (D,), "t2d": (V,)}
     for name in sorted(set(shapes) & set(has)):
         if tuple(has[name].shape) != shapes[name]:
             why = f"{name} has shape {list(has[name].shape)}, the config says {list(shapes[name])}"
@@ -223,6 +230,16 @@ def _maps(stored: StoredHead, sizes: Mapping[str, int]) -> list[Finding]:
     return [Finding(why, True, everywhere(WRONG, f"{why}; d2t is used"))]
 
 
+def _layer_order(stored: StoredHead) -> list[Finding]:
+    ids = aux_layer_ids(stored.flat)
+    if ids is None or ids == sorted(set(ids)):
+        return []
+    why = f"aux layers {ids} do not rise"
+    effects = of_engines(WRONG, f"{why}: sorted and made distinct", VLLM)
+    effects |= of_engines(WRONG, f"{why}, {BY_SOURCE}", OPENVINO)
+    return [Finding(why, True, effects)]
+
+
 def _is_map(ids_D: Tensor, t2d: Tensor | None, V: int) -> bool:
     """Distinct ids within the vocabulary, the very ones that t2d marks."""
     if bool(((ids_D < 0) | (ids_D >= V)).any()) or len(ids_D.unique()) < len(ids_D):
@@ -272,6 +289,14 @@ def _flag_findings(stored: StoredHead) -> list[Finding]:
         effects = of_engines(WRONG, f"its q, k and v have no bias, {BY_SOURCE}", SGLANG)
         effects |= of_engines(UNKNOWN, "attention_bias is true; not tried", TENSORRT, OPENVINO, LLAMACPP)
         found.append(Finding("attention_bias is true", False, effects))
+    untried = ["mlp_bias is true"] if flat.get("mlp_bias") else []
+    if slides(flat):
+        untried.append(f"attention slides over {flat.get('sliding_window')} tokens")
+    if (act := flat.get("hidden_act", "silu")) != "silu":
+        refusal = Effect(REFUSED, f"hidden_act is {act}: its Llama layer takes silu only, {BY_SOURCE}")
+        text = f"hidden_act is {act}, not silu"
+        found.append(Finding(text, False, everywhere(UNKNOWN, f"{text}; not tried", vllm=refusal)))
+    found += [Finding(why, False, everywhere(UNKNOWN, f"{why}; not tried")) for why in untried]
     return found
 
 

@@ -11,10 +11,8 @@ from transformers.utils.hub import cached_file
 from eagle_train.errors import InputError
 from eagle_train.export.findings import (
     BY_SOURCE,
-    OPENVINO,
     REFUSED,
     TENSORRT,
-    VLLM,
     WRONG,
     Effect,
     Finding,
@@ -94,11 +92,6 @@ def _aux_findings(stored: StoredHead, num_layers: int) -> list[Finding]:
     if not all(0 <= layer_id < num_layers for layer_id in ids):
         why = f"aux layers {ids} lie outside the target's {num_layers} layers"
         return [Finding(why, True, everywhere(REFUSED, f"{why}, {BY_SOURCE}"))]
-    if ids != sorted(set(ids)):
-        why = f"aux layers {ids} do not rise"
-        effects = of_engines(WRONG, f"{why}: sorted and made distinct", VLLM)
-        effects |= of_engines(WRONG, f"{why}, {BY_SOURCE}", OPENVINO)
-        return [Finding(why, True, effects)]
     return []
 
 

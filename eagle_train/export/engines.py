@@ -15,6 +15,7 @@ from eagle_train.model.layouts import OFFICIAL, SPECULATORS
 
 DRAFTED = 3  # tokens drafted a verify step in the commands that are shown
 TARGET_WORD = "TARGET"  # stands in commands where the target is not known
+IN_PYTHON = (TENSORRT, OPENVINO)  # whose serve command is no shell line
 GGUF_TYPES = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
 
 

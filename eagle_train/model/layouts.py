@@ -72,6 +72,8 @@ def read_stored_head(directory: str | Path) -> StoredHead:
     flat = flat_config(config)
     if wrong := _ill_typed(flat):
         raise InputError(f"{directory / 'config.json'} cannot be read: {'; '.join(wrong)}")
+    if other := _other_algorithm(flat):
+        raise InputError(f"{directory}: its config names a {other} head; EAGLE-1 and EAGLE-3 are known here")
     algorithm = _algorithm(flat, tensors)
     if algorithm is None:
         raise InputError(
@@ -272,6 +274,16 @@ def slides(flat: dict[str, Any]) -> bool:
 def _eagle_config(flat: dict[str, Any]) -> dict[str, Any]:
     values = flat.get("eagle_config")
     return values if isinstance(values, dict) else {}
+
+
+def _other_algorithm(flat: dict[str, Any]) -> str | None:
+    """A drafter of another kind by the name in its config, as its tensors can look like EAGLE-3's."""
+    named = flat.get("speculators_model_type")
+    if named is not None and named not in ("eagle", "eagle3"):
+        return str(named)
+    others = ("dflash", "medusa", "peagle", "mtp", "hydra")
+    classes = " ".join(flat.get("architectures") or ()).lower()
+    return next((word for word in others if word in classes), None)
 
 
 def _algorithm(flat: dict[str, Any], tensors: dict[str, Tensor]) -> str | None:

@@ -21,6 +21,7 @@ from scripts.compare_engines import (
     case_table,
     environment,
     expected_leading_hits,
+    main,
     probe_case,
     same_counts,
     target_greedy,
@@ -103,6 +104,24 @@ def test_openvinos_counts_are_completed_by_the_last_pass(monkeypatch: pytest.Mon
     assert [tuple(prompt_counts(40, *row).values()) for row in told] == true
     with pytest.raises(SystemExit, match="counts in another way"):
         prompt_counts(40, 15, 45, 25)
+
+
+@pytest.mark.parametrize(
+    ("words", "part"),
+    [
+        (["--probe", "nowhere"], "nowhere/counts.json does not exist"),
+        (["--head", "target", "draft", "prompts"], "target/config.json does not exist"),
+        (["--max_new_tokens", "1"], "--max_new_tokens 1 is too small"),
+        (["--json", "nowhere/runs.json"], "--json nowhere/runs.json"),
+    ],
+)
+def test_bad_words_end_in_one_line(
+    words: list[str], part: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", ["compare_engines.py", *words])
+    with pytest.raises(SystemExit, match=f"compare_engines: .*{part}"):
+        main()
 
 
 def test_an_unfinished_environment_is_absent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -259,6 +259,8 @@ CONFIGS: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
         {"norm_before_residual": True}, {"sglang": WRONG, "tensorrt-llm": WRONG, "openvino": WRONG},
     ),
     "tied embeddings": ({"tie_word_embeddings": True}, {"sglang": REFUSED}),
+    "another activation": ({"hidden_act": "gelu"}, dict.fromkeys(ENGINES, UNKNOWN) | {"vllm": REFUSED}),
+    "a window": ({"sliding_window": 64, "use_sliding_window": True}, dict.fromkeys(ENGINES, UNKNOWN)),
     "no dtype": ({"torch_dtype": None}, {"tensorrt-llm": REFUSED}),
     "another class name": (
         {"architectures": ["Mystery"]},
@@ -275,6 +277,39 @@ def test_options_that_only_some_engines_honour(
     report = check_draft_head(head)
     assert report.is_sound
     assert verdicts(report) == dict.fromkeys(ENGINES, LOADS) | changed
+
+
+def test_biases_that_the_config_names_belong_to_the_layout(head: Path) -> None:
+    width = config_in(head)["intermediate_size"]
+    sizes = {"mlp.gate_proj": width, "mlp.up_proj": width, "mlp.down_proj": 32}
+    biases = {f"midlayer.{name}.bias": torch.zeros(size) for name, size in sizes.items()}
+    change_config(head, mlp_bias=True)
+    assert [text[:32] for text in faults(check_draft_head(head))] == [
+        f"midlayer.mlp.{part}_proj.bias is missing"[:32] for part in ("down", "gate", "up")
+    ]
+    change_tensors(head, lambda tensors: tensors | biases)
+    report = check_draft_head(head)
+    assert report.is_sound
+    assert "mlp_bias is true" in report.verdicts["vllm"].why
+
+
+def test_layers_that_fall_are_a_fault_without_a_target(head: Path) -> None:
+    change_config(head, **{IDS_KEY: [5, 4, 2]})
+    assert faults(check_draft_head(head)) == ["aux layers [5, 4, 2] do not rise"]
+
+
+def test_a_map_of_a_whole_vocabulary_must_have_its_shape(target: FrozenTarget, tmp_path: Path) -> None:
+    save_head(tmp_path / "head", target, target.vocab_size)
+    change_tensors(tmp_path / "head", lambda tensors: tensors | {"d2t": torch.zeros(5, dtype=torch.int64)})
+    assert any("d2t has shape [5]" in text for text in faults(check_draft_head(tmp_path / "head")))
+
+
+@pytest.mark.parametrize(
+    "values", [{"architectures": ["DFlashDraftModel"]}, {"speculators_model_type": "dflash"}]
+)
+def test_a_drafter_of_another_kind_is_named(values: dict[str, Any], head: Path) -> None:
+    change_config(head, **values)
+    assert "names a dflash head" in command("check", head).refusal()
 
 
 def test_a_null_target_width_crashes_engines_in_the_official_layout(head: Path) -> None:

@@ -303,6 +303,23 @@ def test_the_card_tells_target_data_acceptance_and_commands(trained: Path, targe
     assert "base_model" not in card, "a directory is no model id"
 
 
+def test_a_record_that_a_crash_cut_short_does_not_stop_an_export(trained: Path, tmp_path: Path) -> None:
+    cut = copy_of(trained, tmp_path / "cut")
+    with (cut / "metrics.jsonl").open("a") as file:
+        file.write('{"event": "log", "st')
+    outcome = command("export", "--draft", cut, "--to", "vllm", "--out", tmp_path / "out")
+    assert outcome.code == 0, outcome.err
+    assert "| expected |" in (tmp_path / "out" / "README.md").read_text()
+
+
+def test_commands_say_where_they_run(trained: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    outcome = command("export", "--draft", trained, "--to", "openvino", "--out", out)
+    assert f"serve it, inside {out}, in Python: openvino_genai." in outcome.out
+    card = (out / "README.md").read_text()
+    assert ", run inside this directory, the last line in Python:" in card
+
+
 def test_measured_figures_stand_beside_expected_ones(trained: Path, tmp_path: Path) -> None:
     run_dir = copy_of(trained, tmp_path / "run")
     with (run_dir / "metrics.jsonl").open("a") as file:
