@@ -221,7 +221,7 @@ def serving(head: Served, engine: str | None) -> list[str]:
 def _engine_section(engine: str, head: Served) -> str:
     lines = [*steps(engine, head), serve_command(engine, head) or ""]
     where = ", run inside this directory" if len(lines) > 1 else ""
-    python = ", the last line in Python" if engine in IN_PYTHON else ""
+    python = (", the last line in Python" if where else ", in Python") if engine in IN_PYTHON else ""
     return _code(f"{ENGINES[engine]}{where}{python}", "\n".join(lines))
 
 

@@ -189,6 +189,8 @@ def _values(stored: StoredHead, expected: Shapes) -> list[Finding]:
     found = []
     floats = {name: t for name, t in stored.tensors.items() if t.is_floating_point()}
     for name, tensor in tqdm(sorted(floats.items()), desc="values", unit="tensor", leave=False, delay=3):
+        if tensor.element_size() == 1:  # PyTorch has no isfinite for 8-bit floats
+            tensor = tensor.float()
         if not bool(tensor.isfinite().all()):
             why = f"{name} holds a NaN or an infinity"
             found.append(Finding(f"{why}; take an earlier checkpoint", True, everywhere(WRONG, why)))

@@ -50,7 +50,9 @@ def _layer_effect(stored: StoredHead, engine: str, num_layers: int | None) -> Ef
     meant = aux_layer_ids(stored.flat)
     default = list(default_aux_layer_ids(num_layers)) if num_layers is not None else None
     if engine == OPENVINO:
-        return _openvino_effect(meant or default, has_maps="d2t" in stored.tensors)
+        is_whole = stored.flat.get("draft_vocab_size") in (None, stored.flat.get("vocab_size"))
+        lacks_maps = is_whole and "d2t" not in stored.tensors  # of a part, the finding says what is missing
+        return _openvino_effect(meant or default, lacks_maps=lacks_maps)
     if meant is not None and engine != TENSORRT:
         read = _layers_read(stored, engine) or default
         if read is None:
@@ -63,7 +65,8 @@ def _layer_effect(stored: StoredHead, engine: str, num_layers: int | None) -> Ef
         VLLM: f'as it is, method "eagle3"{_head_size_note(stored)}',
         SGLANG: "as it is, --speculative-algorithm EAGLE3",
         TENSORRT: "Eagle3DecodingConfig",
-        LLAMACPP: "once converted to GGUF (export --to llamacpp lists the steps)",
+        LLAMACPP: "once converted to GGUF, if the converter knows the target's tokenizer (export --to "
+        "llamacpp lists the steps)",
     }[engine]
     if engine == TENSORRT and meant is not None and meant != default:
         how += f" with eagle3_layers_to_capture {[x - 1 for x in meant]}"
@@ -81,16 +84,19 @@ def _layers_read(stored: StoredHead, engine: str) -> list[int] | None:
     return top
 
 
-def _openvino_effect(layers: list[int] | None, *, has_maps: bool) -> Effect:
+def _openvino_effect(layers: list[int] | None, *, lacks_maps: bool) -> Effect:
     if layers and min(layers) < 1:
         return Effect(REFUSED, f"cannot read layer {min(layers)}: it counts the outputs of blocks")
     shown = f" {' '.join(str(x - 1) for x in layers)}" if layers else ""
     # Run on a head of the whole vocabulary: 49 of 1,197 drafted tokens accepted, with maps 200 of 778.
-    maps = "" if has_maps else "; without d2t and t2d it accepts next to nothing, and export writes them"
+    if lacks_maps:
+        return Effect(
+            WRONG, "without d2t and t2d it accepts next to nothing: export --to openvino writes them"
+        )
     return Effect(
         LOADS,
         f"once converted, with hidden_layers_list{shown} set (export --to openvino lists the steps); without "
-        f"it one block late{maps}",
+        "it one block late",
     )
 
 

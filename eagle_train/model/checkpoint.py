@@ -90,7 +90,7 @@ def draft_head_of(stored: StoredHead) -> Eagle3DraftHead:
             problems.append(
                 f"{name} has shape {list(tensor.shape)}, the config says {list(expected[name].shape)}"
             )
-        elif tensor.is_floating_point() and not bool(tensor.isfinite().all()):
+        elif tensor.is_floating_point() and not bool(tensor.float().isfinite().all()):
             problems.append(f"{name} holds a NaN or an infinity")
     if problems:
         raise InputError(f"{directory}: not a sound EAGLE-3 head: {'; '.join(problems)}")

@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from eagle_train.export.check import CheckReport, check_draft_head
 from eagle_train.export.write import export_draft_head
+from eagle_train.model.checkpoint import load_draft_head
 from eagle_train.model.target import FrozenTarget, load_target
 from tests.export.heads import (
     V_D,
@@ -291,6 +292,12 @@ def test_biases_that_the_config_names_belong_to_the_layout(head: Path) -> None:
     report = check_draft_head(head)
     assert report.is_sound
     assert "mlp_bias is true" in report.verdicts["vllm"].why
+
+
+def test_8_bit_floats_are_looked_at(head: Path) -> None:
+    change_tensors(head, lambda t: t | {"fc.weight": t["fc.weight"].to(torch.float8_e4m3fn)})
+    assert check_draft_head(head).is_sound
+    assert load_draft_head(head).fc.weight.dtype == torch.float32
 
 
 def test_layers_that_fall_are_a_fault_without_a_target(head: Path) -> None:
