@@ -51,7 +51,8 @@ def demo_case(engine: str, tmp_path_factory: pytest.TempPathFactory) -> Case:
     """A head of ours as training writes it, after a few steps. engine: so that nothing is trained without."""
     folder = tmp_path_factory.mktemp("demo_head")
     done = run(
-        "--max_steps", 60, "--training_seq_len", 1024, "--dtype", "float32", "--eval_fraction", 0, "--output_dir", folder
+        "--max_steps", 60, "--training_seq_len", 1024, "--dtype", "float32", "--eval_fraction", 0,
+        "--output_dir", folder,
     )  # fmt: skip
     assert done.code == 0, done.err
     return head_case(DEMO / "target", folder, DEMO / "heldout.jsonl", 4, 3, 40)
