@@ -85,4 +85,8 @@ def test_an_engine_counts_a_head_of_ours_as_we_do(engine: str, demo_case: Case) 
     assert [prompt.token_ids for prompt in served.prompts] == greedy
     assert measured.totals().accepted > 0
     for ours, theirs in zip(measured.prompts, served.prompts, strict=True):
-        assert same_counts(ours, theirs)
+        if engine == "openvino":
+            # It does not tell what an answer's last pass drafted: the runner's figure was 87 for our 89 once.
+            assert (ours.verify_steps, ours.accepted) == (theirs.verify_steps, theirs.accepted)
+        else:
+            assert same_counts(ours, theirs)
