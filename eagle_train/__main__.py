@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 
+from eagle_train.bundled import DEMO, target_path
 from eagle_train.errors import InputError, RankError
 
 COMMANDS = ("train", "plan", "measure", "plot", "export", "check")
@@ -32,7 +33,7 @@ CHECK_DESCRIPTION = (
     "mismatch with --target, and what each engine makes of it. Exit code 0: sound; 1: not sound; 2: cannot "
     "be read."
 )
-DEMO_CONFIG = Path(__file__).parent / "demo" / "config.yaml"
+DEMO_CONFIG = DEMO / "config.yaml"
 
 
 def main(args: Sequence[str]) -> int:
@@ -117,7 +118,9 @@ def run_export(args: Sequence[str]) -> None:
     from eagle_train.export.engines import IN_PYTHON
     from eagle_train.export.write import STEPS, export_draft_head
 
-    exported = export_draft_head(config.draft, config.to, config.out, _target_path(config.target))
+    exported = export_draft_head(
+        config.draft, config.to, config.out, config.target and target_path(config.target)
+    )
     print(f"{exported.directory}: written for {exported.engine}")
     if exported.steps:
         script = shlex.quote(str(exported.directory / STEPS))
@@ -135,7 +138,7 @@ def run_check(args: Sequence[str]) -> int:
     from eagle_train.export.check import check_draft_head, format_report
     from eagle_train.files import write_json
 
-    report = check_draft_head(config.draft, _target_path(config.target))
+    report = check_draft_head(config.draft, config.target and target_path(config.target))
     print(format_report(report))
     if config.json:
         try:
@@ -143,11 +146,6 @@ def run_check(args: Sequence[str]) -> int:
         except OSError as error:
             raise InputError(f"--json {config.json} cannot be written: {error.strerror}") from error
     return 0 if report.is_sound else 1
-
-
-def _target_path(target: str | None) -> str | None:
-    """--target, with the bundled demo's under its own name."""
-    return str(DEMO_CONFIG.parent / "target") if target == "demo" else target
 
 
 def with_demo_config(args: Sequence[str]) -> list[str]:

@@ -59,6 +59,14 @@ def option(
     return field(default=default, metadata=metadata)
 
 
+def check_counts(options: object, names: Sequence[str]) -> None:
+    """Raise InputError for an option that counts something and is set below 1."""
+    for name in names:
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            raise InputError(f"--{name} is {value}; it must be at least 1")
+
+
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
     """Options of `python -m eagle_train train`. None means "derived", and the help text says from what."""
@@ -229,10 +237,7 @@ class TrainConfig:
         return self.bucket_granularity or min(1024, self.training_seq_len)
 
     def __post_init__(self) -> None:
-        for name in COUNTS:
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise InputError(f"--{name} is {value}; it must be at least 1")
+        check_counts(self, COUNTS)
         for name in ("warmup_ratio", "min_lr_ratio", "eval_fraction"):
             if not 0 <= getattr(self, name) <= 1:
                 raise InputError(f"--{name} is {getattr(self, name)}; it must lie between 0 and 1")

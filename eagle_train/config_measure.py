@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from eagle_train.config import option
+from eagle_train.config import check_counts, option
 from eagle_train.errors import InputError
 
 # Options that count something: each is at least 1 where it is set.
@@ -66,10 +66,7 @@ class MeasureConfig:
     )
 
     def __post_init__(self) -> None:
-        for name in COUNTS:
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise InputError(f"--{name} is {value}; it must be at least 1")
+        check_counts(self, COUNTS)
         if not 0 <= self.temperature < float("inf"):
             raise InputError(f"--temperature is {self.temperature}; it must be at least 0 (0: greedy)")
         if self.seed < 0:

@@ -38,6 +38,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
+from eagle_train.bundled import DEMO, DEMO_NAME
 from eagle_train.config import TrainConfig
 from eagle_train.data.collator import BucketingCollator
 from eagle_train.data.loader import PlannedBatches
@@ -49,10 +50,10 @@ from eagle_train.train.evaluate import micro_batch_sums
 from eagle_train.train.loop import step_weights, supervised_counts
 from eagle_train.train.optim import make_optimizer, peak_learning_rate
 from eagle_train.train.plan import ANY_VOCABULARY
-from eagle_train.train.prepare import DEMO_NAME, Prepared, load_tokenizer, prepare
+from eagle_train.train.prepare import Prepared, load_tokenizer, prepare
 from eagle_train.train.report import format_table
 from eagle_train.train.schedule import Schedule
-from eagle_train.train.splits import DEMO, prepare_data
+from eagle_train.train.splits import prepare_data
 
 WORLD_SIZES = (1, 2)
 CHUNKS = 8  # turns in which a form takes its steps

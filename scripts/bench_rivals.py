@@ -48,6 +48,7 @@ from rivals.protocol import MARK
 from tqdm import tqdm
 from transformers import AutoConfig, LlamaForCausalLM
 
+from eagle_train.bundled import DEMO
 from eagle_train.config import TrainConfig
 from eagle_train.data.collator import round_up
 from eagle_train.data.mock import MockSamples, mock_lengths
@@ -58,7 +59,7 @@ from eagle_train.model.mock_target import mock_config, parse_mock_target
 from eagle_train.model.vocab import choose_draft_vocabulary
 from eagle_train.train.prepare import load_tokenizer
 from eagle_train.train.report import format_table
-from eagle_train.train.splits import DEMO, prepare_data
+from eagle_train.train.splits import prepare_data
 
 PROGRAMS = Path(__file__).resolve().parent / "rivals"
 

@@ -15,11 +15,11 @@ from matplotlib.patches import Patch
 from transformers import AutoTokenizer
 
 from eagle_train.batch import PackedBatch
+from eagle_train.bundled import DEMO
 from eagle_train.data.collator import BucketingCollator
 from eagle_train.data.loader import PlannedBatches
 from eagle_train.data.loading import load_samples
 from eagle_train.data.packing import Plan, plan_multipack
-from eagle_train.train.splits import DEMO
 
 DOCUMENT_COLOURS = ("#cfd8e3", "#b4c3d6")
 SUPERVISED, PADDING = "#e07a3f", "#ffffff"

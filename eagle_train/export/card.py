@@ -9,6 +9,7 @@ from typing import Any
 
 import yaml
 
+from eagle_train.bundled import target_path
 from eagle_train.errors import InputError
 from eagle_train.export.engines import IN_PYTHON, TARGET_WORD, Served, serve_command, steps
 from eagle_train.export.findings import ENGINES, LLAMACPP, OPENVINO, SGLANG, TENSORRT, VLLM
@@ -16,7 +17,6 @@ from eagle_train.files import write_atomically
 from eagle_train.model.layouts import OFFICIAL, aux_layer_ids, read_config_json
 
 CARD = "README.md"
-DEMO_TARGET = Path(__file__).resolve().parents[1] / "demo" / "target"
 SPECULATORS_FORMAT = "speculators"
 # What of a run's options tells how a head came about.
 SHOWN_OPTIONS = (
@@ -39,7 +39,7 @@ class RunRecord:
     def target(self) -> str | None:
         """The target's id or directory; None where it is not recorded."""
         name = self.options.get("target")
-        return str(DEMO_TARGET) if name == "demo" else name
+        return target_path(name) if name else None
 
     @property
     def is_mock(self) -> bool:

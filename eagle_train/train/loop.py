@@ -12,10 +12,7 @@ from eagle_train.batch import PackedBatch, to_device
 from eagle_train.config import TrainConfig
 from eagle_train.errors import InputError, RankError
 from eagle_train.objective.unroll import UnrolledSums
-from eagle_train.train.compile import (
-    graphs_so_far,
-    shape_of,
-)
+from eagle_train.train.compile import graphs_so_far, shape_of
 from eagle_train.train.distributed import Ranks, data_parallel, is_rank_failure, join, leave, without_sync
 from eagle_train.train.evaluate import (
     bigram_baseline,
@@ -130,9 +127,9 @@ def run_steps(run: Run) -> None:
                 validate(run)
             if measure_due:
                 measure_run(run)
-            if save_due or is_out_of_patience(run):
+            if save_due or is_out_of_patience(config, run.state):
                 save(run)
-            if is_out_of_patience(run):
+            if is_out_of_patience(config, run.state):
                 what = "measurements" if config.select_by == "measured" else "validations"
                 waited = f"{config.patience} {what} without a longer acceptance length"
                 say(run, f"stopped at step {run.state.step}: {waited}")
@@ -167,7 +164,7 @@ def start(config: TrainConfig, ranks: Ranks) -> Run:
         assert loaded is not None
         state = loaded
         ranks.require_agreement({"data": digest, "saved state": f"{state.step} {state.position}"})
-        if config.patience is not None and state.checks_since_best >= config.patience:
+        if is_out_of_patience(config, state):
             raise InputError(
                 f"--resume: --patience {config.patience} ended the run at step {state.step}; raise it, or "
                 "give --patience none, to go on"

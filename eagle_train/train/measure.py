@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from eagle_train.bundled import DEMO, DEMO_NAME, target_path
 from eagle_train.config import ISOLATED, TrainConfig
 from eagle_train.config_measure import MeasureConfig
 from eagle_train.decode.chain import decode_plain, measure_acceptance
@@ -23,8 +24,7 @@ from eagle_train.model.target import FrozenTarget, read_target_config
 from eagle_train.train.evaluate import evaluate, evaluate_sampled
 from eagle_train.train.measure_report import Expected, Measurement, Speed, as_json, format_measurement
 from eagle_train.train.output import RUN_CONFIG
-from eagle_train.train.prepare import DEMO_NAME, choose_device, choose_dtype, load_tokenizer, open_target
-from eagle_train.train.splits import DEMO
+from eagle_train.train.prepare import choose_device, choose_dtype, load_tokenizer, open_target
 from eagle_train.train.threads import set_num_threads
 
 if TYPE_CHECKING:
@@ -137,11 +137,6 @@ def check_tokenizer(draft: str, run: TrainConfig, tokenizer: "PreTrainedTokenize
             f"{len(different):,} of its {len(own_vocabulary):,} tokens not or under another id, such as "
             f"{different[0]!r}; use the target that the draft was trained for"
         )
-
-
-def target_path(target: str) -> str:
-    """--target, with the bundled demo's directory under its own name."""
-    return str(DEMO / "target") if target == DEMO_NAME else target
 
 
 def measure_prompts(

@@ -8,14 +8,15 @@ from typing import Any
 
 import yaml
 
+from eagle_train.bundled import DEMO, DEMO_NAME
 from eagle_train.config import TrainConfig
 from eagle_train.data.plan_figures import plan_figures
 from eagle_train.errors import InputError
 from eagle_train.export.card import CARD
-from eagle_train.train.prepare import DEMO_NAME, Prepared
+from eagle_train.train.prepare import Prepared
 from eagle_train.train.report import format_facts, format_figure, format_shapes
 from eagle_train.train.schedule import Schedule
-from eagle_train.train.splits import DEMO, SplitReport
+from eagle_train.train.splits import SplitReport
 from eagle_train.train.state import RunState
 
 # Options that may differ between a run and its resumption; all others change what is computed.

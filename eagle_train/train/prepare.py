@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from eagle_train.bundled import DEMO_NAME, target_path
 from eagle_train.config import ISOLATED, TrainConfig
 from eagle_train.data.collator import BucketingCollator
 from eagle_train.data.samples import Sample
@@ -26,10 +27,9 @@ from eagle_train.model.target import (
 )
 from eagle_train.model.vocab import choose_draft_vocabulary
 from eagle_train.objective.losses import DEFAULT_CHUNK_ROWS
-from eagle_train.train.splits import DEMO, PreparedData, prepare_data
+from eagle_train.train.splits import PreparedData, prepare_data
 
 MOCK_TARGET_NAME = "random features"
-DEMO_NAME = "demo"  # --target under which they go
 OWN_TOKEN_ROWS = 4096  # tokens on which the share of the target's own ones is taken at start
 
 
@@ -63,13 +63,13 @@ def find_target(config: TrainConfig) -> TargetSource:
     if config.mock_target:
         _, num_layers, vocab_size = parse_mock_target(config.mock_target)
         return TargetSource(MOCK_TARGET_NAME, False, num_layers, vocab_size, None)
-    named = None if config.target == DEMO_NAME else config.target
-    name = named or str(DEMO / "target")
+    named = config.target or DEMO_NAME
+    name = target_path(named)
     target_config = read_target_config(name, config.trust_remote_code)
     check_rope(target_config, config.training_seq_len)
     return TargetSource(
         name,
-        named is None,
+        named == DEMO_NAME,
         target_config.num_hidden_layers,
         target_config.vocab_size,
         getattr(target_config, "max_position_embeddings", None),

@@ -19,6 +19,7 @@ from eagle_train.model.target import FrozenTarget
 from eagle_train.train.evaluate import evaluate
 from eagle_train.train.prepare import Prepared, find_target, load_tokenizer
 from eagle_train.train.run import Run, say
+from eagle_train.train.state import RunState
 
 MEASURE_BATCH_SIZE = 8
 
@@ -52,10 +53,11 @@ def measure_run(run: Run) -> None:
         mine_measured = run.ranks.together(lambda: decode_and_walk(run, mine))
     assert mine_measured is not None
     results, steps, emitted = mine_measured
-    figures = acceptance_figures([result for part in run.ranks.gather(results) for result in part])
+    of_all = [result for part in run.ranks.gather(results) for result in part]
+    figures = acceptance_figures(of_all)
     steps, emitted = (round(value) for value in run.ranks.sum([steps, emitted]))
     expected = emitted / steps if steps else None
-    looping = sum(map(round, run.ranks.sum([sum(result.is_looping for result in results)])))
+    looping = sum(result.is_looping for result in of_all)
     run.log.write(
         "measured",
         run.state.step,
@@ -152,7 +154,6 @@ def keep_head(run: Run) -> None:
         save_draft_head(run.prepared.head, run.output_dir, target_config=target.config, dtype=target.dtype)
 
 
-def is_out_of_patience(run: Run) -> bool:
+def is_out_of_patience(config: TrainConfig, state: RunState) -> bool:
     """Whether --patience ends the run here."""
-    patience = run.config.patience
-    return patience is not None and run.state.checks_since_best >= patience
+    return config.patience is not None and state.checks_since_best >= config.patience

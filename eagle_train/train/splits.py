@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from eagle_train.bundled import DEMO
 from eagle_train.config import TrainConfig
 from eagle_train.data.conversations import Conversation, read_rows
 from eagle_train.data.loading import DataReport, load_samples
@@ -16,7 +17,6 @@ from eagle_train.data.packing import Ints
 from eagle_train.data.samples import Sample, supervised_rows, truncate
 from eagle_train.errors import InputError
 
-DEMO = Path(__file__).parents[1] / "demo"  # the bundled target and its conversations
 MOCK_LEN = "lognormal:1000:4096"
 MOCK_LOSS_SHARE = 0.5
 SHORTEST_SUPERVISED = 3  # tokens: a prompt of one and an answer of two
