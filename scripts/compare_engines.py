@@ -88,6 +88,15 @@ class Case:
     max_new_tokens: int
 
 
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """The target's own greedy tokens of each prompt, the runs, and what engines that failed said."""
+
+    greedy: list[list[int]]
+    runs: list[Run]
+    failures: list[str]
+
+
 def main() -> None:
     args = parse_args()
     try:
@@ -100,16 +109,20 @@ def main() -> None:
         if not cases:
             raise InputError("nothing to compare; name a head with --head, or a fixture with --probe")
         engines = [engine for engine in args.engines if report_environment(engine)]
-        results = [(case, *compare(case, engines)) for case in cases]
+        results = []
+        for case in cases:
+            results.append(compare(case, engines))
+            print(f"\n{case.draft_dir}\n{case_table(case, results[-1])}", flush=True)
     except InputError as error:
         raise SystemExit(f"compare_engines: {error}") from error
-    for case, greedy, runs in results:
-        print(f"\n{case.draft_dir}\n{case_table(case, greedy, runs)}")
     if args.json:
         written = [
-            {"draft": str(case.draft_dir), "runs": [asdict(run) for run in runs]} for case, _, runs in results
+            {"draft": str(case.draft_dir)} | asdict(result)
+            for case, result in zip(cases, results, strict=True)
         ]
         args.json.write_text(json.dumps(written, indent=1))
+    if failures := [text for result in results for text in result.failures]:
+        raise SystemExit("\n".join(f"compare_engines: {text}" for text in failures))
 
 
 def parse_args() -> argparse.Namespace:
@@ -190,8 +203,8 @@ def report_environment(engine: str) -> Path | None:
     return directory
 
 
-def compare(case: Case, engines: list[str]) -> tuple[list[list[int]], list[Run]]:
-    """The target's own greedy tokens, and the runs: expected and measured under both rules, then engines."""
+def compare(case: Case, engines: list[str]) -> Comparison:
+    """Expected and measured under both rules, then each engine; one that fails leaves the others alone."""
     head = load_draft_head(case.draft_dir)
     # n tokens more than are decoded, so that the last step's whole draft can be judged.
     greedy = target_greedy(case, case.max_new_tokens + case.num_speculative_tokens)
@@ -211,9 +224,13 @@ def compare(case: Case, engines: list[str]) -> tuple[list[list[int]], list[Run]]
             walk(hits, case.num_speculative_tokens, case.max_new_tokens, capped=capped) for hits in leading
         ]
         runs += [Run("expected", capped, expected), measure(head, target, case, capped=capped)]
+    failures = []
     for engine in tqdm(engines, desc=f"engines on {case.draft_dir}", unit="engine"):
-        runs.append(run_engine(engine, case))
-    return [tokens[: case.max_new_tokens] for tokens in greedy], runs
+        try:
+            runs.append(run_engine(engine, case))
+        except InputError as error:
+            failures.append(str(error))
+    return Comparison([tokens[: case.max_new_tokens] for tokens in greedy], runs, failures)
 
 
 def target_greedy(case: Case, num_tokens: int) -> list[list[int]]:
@@ -323,13 +340,14 @@ def run_engine(engine: str, case: Case) -> Run:
     return Run(result["version"], result["capped"], prompts)
 
 
-def case_table(case: Case, greedy: list[list[int]], runs: list[Run]) -> str:
+def case_table(case: Case, comparison: Comparison) -> str:
     """One row a run. The last two columns are counted prompt by prompt: greedy tokens equal to the target's
     own, and counts equal to our decoder's under the same rule.
     """
-    measured = {run.capped: run for run in runs if run.name == "measured by us"}
+    greedy = comparison.greedy
+    measured = {run.capped: run for run in comparison.runs if run.name == "measured by us"}
     rows = []
-    for run in sorted(runs, key=lambda run: run.capped):
+    for run in sorted(comparison.runs, key=lambda run: run.capped):
         totals = run.totals()
         by_position = totals.accepted_per_position
         own = [prompt.token_ids == tokens for prompt, tokens in zip(run.prompts, greedy, strict=True)]

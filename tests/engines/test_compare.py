@@ -4,21 +4,24 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
 
-from eagle_train import load_draft_head, load_target
+from eagle_train import InputError, load_draft_head, load_target
 from eagle_train.decode.results import Prompt
 from scripts.compare_engines import (
     ENGINES,
     SCRIPTS,
     Case,
+    Comparison,
     PromptCounts,
     Run,
     case_table,
+    compare,
     environment,
     expected_leading_hits,
     main,
@@ -78,11 +81,27 @@ def test_the_table_counts_prompts_that_differ() -> None:
         Run("other token", False, other_token),
     ]
     rows = {
-        line.split("full")[0].strip(): line.split() for line in case_table(case, greedy, runs).splitlines()
+        line.split("full")[0].strip(): line.split()
+        for line in case_table(case, Comparison(greedy, runs, [])).splitlines()
     }
     assert rows["equal engine"][-2:] == ["2/2", "2/2"]
     assert rows["other count"][-2:] == ["2/2", "1/2"]
     assert rows["other token"][-2:] == ["1/2", "2/2"]
+
+
+def test_an_engine_that_fails_leaves_the_others_alone(shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = probe_case(shared / "fixtures" / "engine_probe")
+    case = replace(case, prompts=case.prompts[:1], max_new_tokens=6)
+
+    def fake(engine: str, case: Case) -> Run:
+        if engine == "vllm":
+            raise InputError("vllm ended with code 1")
+        return Run(engine, True, [counts([1, 0, 0], 3, [0])])
+
+    monkeypatch.setattr("scripts.compare_engines.run_engine", fake)
+    comparison = compare(case, ["vllm", "openvino"])
+    assert comparison.failures == ["vllm ended with code 1"]
+    assert [run.name for run in comparison.runs] == ["expected", "measured by us"] * 2 + ["openvino"]
 
 
 def test_counts_by_position_are_compared_where_both_tell() -> None:

@@ -4,6 +4,8 @@ Skipped where an engine's environment is absent; `scripts/setup_engine.sh vllm|o
 """
 
 import json
+import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import pytest
 import torch
 
 from eagle_train import load_draft_head, load_target
+from eagle_train.decode.results import Prompt
 from scripts.compare_engines import (
     ENGINES,
     Case,
@@ -26,6 +29,8 @@ from scripts.compare_engines import (
 from tests.commands import run
 
 pytestmark = pytest.mark.engines
+LONG_PROMPT_TOKENS = 300
+SMOLLM2 = Path(os.environ.get("EAGLE_TRAIN_SMOLLM2") or Path.home() / ".cache" / "eagle_train" / "smollm2")
 DEMO = Path(__file__).resolve().parents[2] / "eagle_train" / "demo"
 
 
@@ -48,14 +53,37 @@ def probe_run(engine: str, shared: Path) -> Run:
 
 @pytest.fixture(scope="module")
 def demo_case(engine: str, tmp_path_factory: pytest.TempPathFactory) -> Case:
-    """A head of ours as training writes it, after a few steps. engine: so that nothing is trained without."""
+    """A head of ours as training writes it, after a few steps on rows of 128 tokens, and a prompt far longer.
+    engine: so that nothing is trained without.
+    """
     folder = tmp_path_factory.mktemp("demo_head")
     done = run(
-        "--max_steps", 60, "--training_seq_len", 1024, "--dtype", "float32", "--eval_fraction", 0,
-        "--output_dir", folder,
+        "--max_steps", 60, "--training_seq_len", 128, "--bucket_granularity", 128, "--dtype", "float32",
+        "--eval_fraction", 0, "--output_dir", folder,
     )  # fmt: skip
     assert done.code == 0, done.err
-    return head_case(DEMO / "target", folder, DEMO / "heldout.jsonl", 4, 3, 40)
+    case = head_case(DEMO / "target", folder, DEMO / "heldout.jsonl", 4, 3, 40)
+    several = [token for prompt in case.prompts for token in prompt.token_ids] * 10
+    return replace(case, prompts=[*case.prompts, Prompt(tuple(several[:LONG_PROMPT_TOKENS]), "long")])
+
+
+@pytest.fixture(scope="module")
+def smollm2_case(engine: str, shared: Path, tmp_path_factory: pytest.TempPathFactory) -> Case:
+    """A real target, and a head of ours after a few steps on its own answers, on Spec-Bench prompts."""
+    if not (SMOLLM2 / "config.json").is_file():
+        pytest.skip(
+            f"SmolLM2 is not in {SMOLLM2}; shared/tools/get_smollm2.py writes it (or set EAGLE_TRAIN_SMOLLM2)"
+        )
+    folder = tmp_path_factory.mktemp("smollm2_head")
+    data = shared / "data"
+    done = run(
+        "--target", SMOLLM2, "--data", data / "smollm2_distilled" / "train.jsonl", "--max_samples", 40,
+        "--eval_fraction", 0, "--draft_vocab_size", 8192, "--training_seq_len", 512,
+        "--bucket_granularity", 512, "--batch_size", 1, "--learning_rate", 2e-3, "--max_steps", 12,
+        "--dtype", "bfloat16", "--output_dir", folder,
+    )  # fmt: skip
+    assert done.code == 0, done.err
+    return head_case(SMOLLM2, folder, data / "eval" / "spec_bench.jsonl", 4, 3, 40)
 
 
 def test_an_engine_gives_the_probes_tokens(probe_run: Run, truth: dict[str, Any]) -> None:
@@ -76,12 +104,28 @@ def test_an_engine_gives_the_probes_counts(engine: str, probe_run: Run, truth: d
 
 
 def test_an_engine_counts_a_head_of_ours_as_we_do(engine: str, demo_case: Case) -> None:
-    """The training output, loaded unchanged: a bfloat16 target with tied embeddings, a head without one."""
-    head = load_draft_head(demo_case.draft_dir)
-    target = load_target(str(demo_case.target_dir), dtype=torch.float32, device=torch.device("cpu"))
-    served = run_engine(engine, demo_case)
-    measured = measure(head, target, demo_case, capped=served.capped)
-    greedy = target_greedy(demo_case, demo_case.max_new_tokens)
+    """The training output, loaded unchanged: a bfloat16 target with tied embeddings, a head without one.
+
+    Beyond the trained length too: where a head's position limit is what it was trained on, engines read past
+    the end of its rotary table (vLLM issue 48894).
+    """
+    assert_counts_are_ours(engine, demo_case)
+    limit = json.loads((demo_case.draft_dir / "config.json").read_text())["max_position_embeddings"]
+    assert limit == json.loads((demo_case.target_dir / "config.json").read_text())["max_position_embeddings"]
+    assert len(demo_case.prompts[-1].token_ids) == LONG_PROMPT_TOKENS
+
+
+def test_an_engine_counts_a_head_of_smollm2_as_we_do(engine: str, smollm2_case: Case) -> None:
+    """A draft vocabulary of a sixth of the target's, a real tokenizer, 30 layers."""
+    assert_counts_are_ours(engine, smollm2_case)
+
+
+def assert_counts_are_ours(engine: str, case: Case) -> None:
+    head = load_draft_head(case.draft_dir)
+    target = load_target(str(case.target_dir), dtype=torch.float32, device=torch.device("cpu"))
+    served = run_engine(engine, case)
+    measured = measure(head, target, case, capped=served.capped)
+    greedy = target_greedy(case, case.max_new_tokens)
     assert [prompt.token_ids for prompt in served.prompts] == greedy
     assert measured.totals().accepted > 0
     for ours, theirs in zip(measured.prompts, served.prompts, strict=True):
