@@ -4,16 +4,17 @@
     python scripts/compare_engines.py --head TARGET_DIR DRAFT_DIR PROMPTS.jsonl
     python scripts/compare_engines.py --probe shared/fixtures/engine_probe
 
-Greedy, float32, ends of text ignored, so that counts can be compared one to one. "expected" walks the
-target's own greedy tokens by teacher forcing; "measured" is our decoder. Engines differ in one rule: vLLM
-drafts n tokens at the last verify step too, llama.cpp and OpenVINO at most the tokens that are left less one
-("capped"), so expected and measured are given under both rules. The acceptance length is 1 + accepted /
-verify steps.
+Greedy, float32, so that counts can be compared one to one. Each answer is cut before its end of text, because
+engines that are told to ignore one do different things (llama.cpp takes the next best token). "expected"
+walks the target's own greedy tokens by teacher forcing; "measured" is our decoder. Engines differ in one
+rule: vLLM drafts n tokens at the last verify step too, llama.cpp and OpenVINO at most the tokens that are
+left less one ("capped"), so expected and measured are given under both rules. The acceptance length is 1 +
+accepted / verify steps.
 
 An engine's runner (scripts/engines/run_ENGINE.py, run by the engine's own Python) reads a JSON file with
-target_dir, draft_dir, prompts (token ids), num_speculative_tokens and max_new_tokens. It writes one with
-version, capped (whether the last step's draft is cut), and for each prompt token_ids, verify_steps, drafted,
-accepted and accepted_per_position (null where the engine does not tell).
+target_dir, draft_dir, prompts (token ids), max_new_tokens (of each prompt) and num_speculative_tokens. It
+writes one with version, capped (whether the last step's draft is cut), and for each prompt token_ids,
+verify_steps, drafted, accepted and accepted_per_position (null where the engine does not tell).
 """
 
 import argparse
@@ -22,7 +23,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -79,13 +80,13 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One head and its prompts."""
+    """One head and its prompts. max_new_tokens: of each prompt."""
 
     target_dir: Path
     draft_dir: Path
     prompts: list[Prompt]
     num_speculative_tokens: int
-    max_new_tokens: int
+    max_new_tokens: list[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +112,8 @@ def main() -> None:
         engines = [engine for engine in args.engines if report_environment(engine)]
         results = []
         for case in cases:
-            results.append(compare(case, engines))
+            case, greedy = with_target_greedy(case)
+            results.append(compare(case, greedy, engines))
             print(f"\n{case.draft_dir}\n{case_table(case, results[-1])}", flush=True)
     except InputError as error:
         raise SystemExit(f"compare_engines: {error}") from error
@@ -171,7 +173,7 @@ def probe_case(folder: Path) -> Case:
         folder / "draft",
         prompts,
         counts["num_speculative_tokens"],
-        counts["max_new_tokens"],
+        [counts["max_new_tokens"]] * len(prompts),
     )
 
 
@@ -186,7 +188,7 @@ def head_case(
     """A head and num_prompts prompts of a file, evenly spaced."""
     tokenizer = AutoTokenizer.from_pretrained(target_dir)
     prompts, _ = read_prompts([prompt_file], tokenizer, max_prompts=num_prompts)
-    return Case(target_dir, draft_dir, prompts, num_speculative_tokens, max_new_tokens)
+    return Case(target_dir, draft_dir, prompts, num_speculative_tokens, [max_new_tokens] * len(prompts))
 
 
 def environment(engine: str) -> Path | None:
@@ -203,11 +205,11 @@ def report_environment(engine: str) -> Path | None:
     return directory
 
 
-def compare(case: Case, engines: list[str]) -> Comparison:
-    """Expected and measured under both rules, then each engine; one that fails leaves the others alone."""
+def compare(case: Case, greedy: list[list[int]], engines: list[str]) -> Comparison:
+    """Expected and measured under both rules, then each engine; one that fails leaves the others alone. case,
+    greedy: as `with_target_greedy` gives them.
+    """
     head = load_draft_head(case.draft_dir)
-    # n tokens more than are decoded, so that the last step's whole draft can be judged.
-    greedy = target_greedy(case, case.max_new_tokens + case.num_speculative_tokens)
     target = load_target(
         str(case.target_dir),
         dtype=torch.float32,
@@ -221,7 +223,8 @@ def compare(case: Case, engines: list[str]) -> Comparison:
     runs = []
     for capped in (False, True):
         expected = [
-            walk(hits, case.num_speculative_tokens, case.max_new_tokens, capped=capped) for hits in leading
+            walk(hits, case.num_speculative_tokens, num_tokens, capped=capped)
+            for hits, num_tokens in zip(leading, case.max_new_tokens, strict=True)
         ]
         runs += [Run("expected", capped, expected), measure(head, target, case, capped=capped)]
     failures = []
@@ -230,21 +233,40 @@ def compare(case: Case, engines: list[str]) -> Comparison:
             runs.append(run_engine(engine, case))
         except InputError as error:
             failures.append(str(error))
-    return Comparison([tokens[: case.max_new_tokens] for tokens in greedy], runs, failures)
+    own = [tokens[:num_tokens] for tokens, num_tokens in zip(greedy, case.max_new_tokens, strict=True)]
+    return Comparison(own, runs, failures)
 
 
-def target_greedy(case: Case, num_tokens: int) -> list[list[int]]:
-    """The target alone, by Hugging Face's own generate in float32; ends of text do not end it."""
+def with_target_greedy(case: Case) -> tuple[Case, list[list[int]]]:
+    """The case with each answer cut before its end of text, and what the target alone answers, by Hugging
+    Face's own generate in float32: n tokens more than are decoded, so that a last draft can be judged whole.
+
+    Prompts whose answer ends within two tokens are left out: the first token comes from the prefill and is
+    nobody's draft. Raises InputError where none is left.
+    """
     model = AutoModelForCausalLM.from_pretrained(case.target_dir, dtype=torch.float32)
-    model.generation_config.eos_token_id = None
-    answers = []
-    for prompt in tqdm(case.prompts, desc="target alone", unit="prompt"):
+    named = model.generation_config.eos_token_id  # one, several or none
+    stop_ids = [named] if isinstance(named, int) else named or []
+    model.generation_config.eos_token_id = None  # what lies behind an end of text is wanted too
+    n = case.num_speculative_tokens
+    kept: list[tuple[Prompt, int, list[int]]] = []
+    for prompt, limit in zip(
+        tqdm(case.prompts, desc="target alone", unit="prompt"), case.max_new_tokens, strict=True
+    ):
         ids = torch.tensor([prompt.token_ids])
         output = model.generate(
-            ids, max_new_tokens=num_tokens, do_sample=False, attention_mask=torch.ones_like(ids)
+            ids, max_new_tokens=limit + n, do_sample=False, attention_mask=torch.ones_like(ids)
         )
-        answers.append(output[0, ids.shape[1] :].tolist())
-    return answers
+        tokens = output[0, ids.shape[1] :].tolist()
+        length = next((i for i, token in enumerate(tokens[:limit]) if token in stop_ids), limit)
+        if length >= 2:
+            kept.append((prompt, length, tokens[: length + n]))
+    if left_out := len(case.prompts) - len(kept):
+        print(f"{left_out} of {len(case.prompts)} prompts left out: answered in one token", file=sys.stderr)
+    if not kept:
+        raise InputError(f"{case.target_dir} answers each prompt in one token; name other prompts")
+    prompts, lengths, greedy = map(list, zip(*kept, strict=True))
+    return replace(case, prompts=prompts, max_new_tokens=lengths), greedy
 
 
 def expected_leading_hits(
@@ -282,15 +304,22 @@ def walk(leading: list[int], n: int, max_new_tokens: int, *, capped: bool) -> Pr
 
 
 def measure(head: Eagle3DraftHead, target: FrozenTarget, case: Case, *, capped: bool) -> Run:
-    results = measure_acceptance(
-        target,
-        head,
-        case.prompts,
-        num_speculative_tokens=case.num_speculative_tokens,
-        max_new_tokens=case.max_new_tokens,
-        ignore_eos=True,
-        cap_last_step=capped,
-    )
+    """Our decoder; prompt by prompt, since each answer has a length of its own."""
+    results = [
+        measure_acceptance(
+            target,
+            head,
+            [prompt],
+            num_speculative_tokens=case.num_speculative_tokens,
+            max_new_tokens=num_tokens,
+            ignore_eos=True,
+            cap_last_step=capped,
+            progress=False,
+        )[0]
+        for prompt, num_tokens in zip(
+            tqdm(case.prompts, desc="our decoder", unit="prompt"), case.max_new_tokens, strict=True
+        )
+    ]
     prompts = [
         PromptCounts(
             list(result.token_ids),
@@ -368,7 +397,7 @@ def case_table(case: Case, comparison: Comparison) -> str:
     header = ["", "last step", "verify steps", "drafted", "accepted", "by position", "acceptance length"]
     header += ["tokens = target's", "counts = ours"]
     title = (
-        f"{len(case.prompts)} prompts, {case.max_new_tokens} new tokens each, "
+        f"{len(case.prompts)} prompts, {sum(case.max_new_tokens)} new tokens, "
         f"n = {case.num_speculative_tokens}, greedy, float32"
     )
     return f"{title}\n{format_table(header, rows)}"

@@ -45,7 +45,10 @@ def main() -> None:
         try:
             address = f"http://127.0.0.1:{port}"
             wait_until_ready(address, process)
-            results = [decode(address, prompt, request) for prompt in request["prompts"]]
+            results = [
+                decode(address, prompt, num_tokens, request["num_speculative_tokens"])
+                for prompt, num_tokens in zip(request["prompts"], request["max_new_tokens"], strict=True)
+            ]
         finally:
             process.terminate()
             process.wait()
@@ -84,9 +87,8 @@ def free_port() -> int:
 
 
 def context_length(request: dict) -> int:
-    longest = (
-        max(map(len, request["prompts"])) + request["max_new_tokens"] + request["num_speculative_tokens"]
-    )
+    longest = max(map(len, request["prompts"])) + max(request["max_new_tokens"])
+    longest += request["num_speculative_tokens"]
     return (longest // 256 + 1) * 256
 
 
@@ -103,19 +105,19 @@ def wait_until_ready(address: str, process: subprocess.Popen) -> None:
     raise SystemExit(f"llama-server was not ready within {START_TIMEOUT_S} s")
 
 
-def decode(address: str, prompt: list[int], request: dict) -> dict:
-    before = counts(address, request["num_speculative_tokens"])
+def decode(address: str, prompt: list[int], num_tokens: int, num_drafted: int) -> dict:
+    before = counts(address, num_drafted)
     body = {
         "prompt": prompt,
-        "n_predict": request["max_new_tokens"],
+        "n_predict": num_tokens,
         "temperature": 0,
         "top_k": 1,
-        "ignore_eos": True,
+        "ignore_eos": True,  # it never takes such a token, so answers must not hold one
         "return_tokens": True,
         "cache_prompt": False,
     }
     answer = json.loads(get(f"{address}/completion", json.dumps(body).encode()))
-    after = counts(address, request["num_speculative_tokens"])
+    after = counts(address, num_drafted)
     steps, *per_position = (new - old for new, old in zip(after, before, strict=True))
     return {
         "token_ids": answer["tokens"],

@@ -22,6 +22,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 AUX_IDS_KEY = "eagle_aux_hidden_state_layer_ids"
+NO_TOKEN = 10**9
 FLOAT32 = {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32"}
 
 
@@ -33,9 +34,13 @@ def main() -> None:
         export(target_dir, target_ir)
         export(with_maps(draft_dir, Path(scratch) / "with_maps"), draft_ir, "--trust-remote-code")
         set_aux_layers(draft_ir / "openvino_model.xml", hidden_layers(target_dir, draft_dir))
+        let_drafts_run_on(draft_ir / "generation_config.json")
         draft = openvino_genai.draft_model(str(draft_ir), "CPU", **FLOAT32)
         pipeline = openvino_genai.LLMPipeline(str(target_ir), "CPU", draft_model=draft, **FLOAT32)
-        results = [decode(pipeline, prompt, request) for prompt in request["prompts"]]
+        results = [
+            decode(pipeline, prompt, num_tokens, request["num_speculative_tokens"])
+            for prompt, num_tokens in zip(request["prompts"], request["max_new_tokens"], strict=True)
+        ]
     Path(sys.argv[2]).write_text(
         json.dumps(
             {"version": f"OpenVINO GenAI {version('openvino-genai')}", "capped": True, "prompts": results}
@@ -90,12 +95,20 @@ def set_aux_layers(model_path: Path, layers: list[int]) -> None:
     fixed.replace(model_path)
 
 
-def decode(pipeline, prompt: list[int], request: dict) -> dict:
+def let_drafts_run_on(generation_config: Path) -> None:
+    """Name an end of text that is no token: a draft ends behind one whatever `ignore_eos` says, which leaves
+    tokens and accepted counts alone but not what was drafted (where none is named, the tokenizer's is taken).
+    """
+    config = json.loads(generation_config.read_text())
+    generation_config.write_text(json.dumps(config | {"eos_token_id": NO_TOKEN}))
+
+
+def decode(pipeline, prompt: list[int], num_tokens: int, num_drafted: int) -> dict:
     config = openvino_genai.GenerationConfig()
-    config.max_new_tokens = request["max_new_tokens"]
+    config.max_new_tokens = num_tokens
     config.ignore_eos = True
     config.do_sample = False
-    config.num_assistant_tokens = request["num_speculative_tokens"]
+    config.num_assistant_tokens = num_drafted
     result = pipeline.generate(ov.Tensor(np.array([prompt], dtype=np.int64)), config)
     metrics = result.extended_perf_metrics
     passes = len(metrics.main_model_metrics.raw_metrics.m_durations) - 1  # without the prefill

@@ -24,7 +24,7 @@ def main() -> None:
     from vllm import LLM, SamplingParams
 
     prompts = request["prompts"]
-    num_drafted, max_new_tokens = request["num_speculative_tokens"], request["max_new_tokens"]
+    num_drafted = request["num_speculative_tokens"]
     llm = LLM(
         model=request["target_dir"],
         dtype="float32",
@@ -42,7 +42,10 @@ def main() -> None:
     )
     outputs = llm.generate(
         [{"prompt_token_ids": prompt} for prompt in prompts],
-        SamplingParams(temperature=0, max_tokens=max_new_tokens, ignore_eos=True),
+        [
+            SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
+            for num_tokens in request["max_new_tokens"]
+        ],
     )
     results = [prompt_result(output.outputs[0], num_drafted) for output in outputs]
     counters = {metric.name: metric for metric in llm.get_metrics()}
@@ -60,7 +63,7 @@ def max_model_len(request: dict) -> int:
     0.32.0; one prompt at a time was right).
     """
     config = json.loads((Path(request["target_dir"]) / "config.json").read_text())
-    longest = max(map(len, request["prompts"])) + request["max_new_tokens"]
+    longest = max(map(len, request["prompts"])) + max(request["max_new_tokens"])
     roomy = ((longest + request["num_speculative_tokens"]) // 256 + 2) * 256
     return min(roomy, config.get("max_position_embeddings") or roomy)
 

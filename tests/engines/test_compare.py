@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -27,8 +28,8 @@ from scripts.compare_engines import (
     main,
     probe_case,
     same_counts,
-    target_greedy,
     walk,
+    with_target_greedy,
 )
 
 
@@ -50,8 +51,9 @@ def test_expected_counts_are_the_probes(shared: Path) -> None:
     """Teacher forcing on the target's own tokens gives the decoder's counts, prompt by prompt."""
     folder = shared / "fixtures" / "engine_probe"
     case, truth = probe_case(folder), json.loads((folder / "counts.json").read_text())
-    n, num_tokens = case.num_speculative_tokens, case.max_new_tokens
-    greedy = target_greedy(case, num_tokens + n)
+    n, num_tokens = case.num_speculative_tokens, truth["max_new_tokens"]
+    case, greedy = with_target_greedy(case)
+    assert case.max_new_tokens == [num_tokens] * len(case.prompts)
     assert [tokens[:num_tokens] for tokens in greedy] == [row["greedy_ids"] for row in truth["prompts"]]
     head = load_draft_head(case.draft_dir)
     target = load_target(str(case.target_dir), dtype=torch.float32, device=torch.device("cpu"))
@@ -68,8 +70,28 @@ def test_expected_counts_are_the_probes(shared: Path) -> None:
     assert {name: getattr(capped, name) for name in truth["capped"]} == truth["capped"]
 
 
+def test_answers_are_cut_before_their_end_of_text(
+    shared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where the third token of one answer, and the first of another, is what ends texts."""
+    folder = shared / "fixtures" / "engine_probe"
+    truth = json.loads((folder / "counts.json").read_text())["prompts"]
+    shutil.copytree(folder / "target", tmp_path / "target")
+    cut, left_out = truth[0]["greedy_ids"][2], truth[1]["greedy_ids"][0]
+    config = {"eos_token_id": [cut, left_out]}
+    (tmp_path / "target" / "generation_config.json").write_text(json.dumps(config))
+    case = replace(probe_case(folder), target_dir=tmp_path / "target")
+    case = replace(case, prompts=case.prompts[:2], max_new_tokens=[8, 8])
+    shorter, greedy = with_target_greedy(case)
+    assert (shorter.prompts, shorter.max_new_tokens) == (case.prompts[:1], [2])
+    assert greedy == [truth[0]["greedy_ids"][: 2 + case.num_speculative_tokens]]
+    assert "1 of 2 prompts left out" in capsys.readouterr().err
+    with pytest.raises(InputError, match="name other prompts"):
+        with_target_greedy(replace(case, prompts=case.prompts[1:], max_new_tokens=[8]))
+
+
 def test_the_table_counts_prompts_that_differ() -> None:
-    case = Case(Path("t"), Path("d"), [Prompt((1,), "a"), Prompt((2,), "b")], 2, 3)
+    case = Case(Path("t"), Path("d"), [Prompt((1,), "a"), Prompt((2,), "b")], 2, [3, 3])
     greedy = [[5, 6, 7], [8, 9, 9]]
     ours = [counts([2, 1], 8, greedy[0]), counts([1, 0], 8, greedy[1])]
     other_count = [ours[0], counts([0, 0], 8, greedy[1])]
@@ -91,7 +113,7 @@ def test_the_table_counts_prompts_that_differ() -> None:
 
 def test_an_engine_that_fails_leaves_the_others_alone(shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     case = probe_case(shared / "fixtures" / "engine_probe")
-    case = replace(case, prompts=case.prompts[:1], max_new_tokens=6)
+    case = replace(case, prompts=case.prompts[:1], max_new_tokens=[6])
 
     def fake(engine: str, case: Case) -> Run:
         if engine == "vllm":
@@ -99,7 +121,7 @@ def test_an_engine_that_fails_leaves_the_others_alone(shared: Path, monkeypatch:
         return Run(engine, True, [counts([1, 0, 0], 3, [0])])
 
     monkeypatch.setattr("scripts.compare_engines.run_engine", fake)
-    comparison = compare(case, ["vllm", "openvino"])
+    comparison = compare(*with_target_greedy(case), ["vllm", "openvino"])
     assert comparison.failures == ["vllm ended with code 1"]
     assert [run.name for run in comparison.runs] == ["expected", "measured by us"] * 2 + ["openvino"]
 
