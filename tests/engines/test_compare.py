@@ -11,26 +11,20 @@ from types import ModuleType
 
 import pytest
 import torch
-
-from eagle_train import InputError, load_draft_head, load_target
-from eagle_train.decode.results import Prompt
-from scripts.compare_engines import (
-    ENGINES,
-    SCRIPTS,
+from compare_engines import ENGINES, SCRIPTS, Comparison, case_table, compare, environment, main
+from engine_cases import (
     Case,
-    Comparison,
     PromptCounts,
     Run,
-    case_table,
-    compare,
-    environment,
     expected_leading_hits,
-    main,
     probe_case,
     same_counts,
     walk,
     with_target_greedy,
 )
+
+from eagle_train import InputError, load_draft_head, load_target
+from eagle_train.decode.results import Prompt
 
 
 def counts(accepted: list[int], drafted: int, token_ids: list[int]) -> PromptCounts:
@@ -120,7 +114,7 @@ def test_an_engine_that_fails_leaves_the_others_alone(shared: Path, monkeypatch:
             raise InputError("vllm ended with code 1")
         return Run(engine, True, [counts([1, 0, 0], 3, [0])])
 
-    monkeypatch.setattr("scripts.compare_engines.run_engine", fake)
+    monkeypatch.setattr("compare_engines.run_engine", fake)
     comparison = compare(*with_target_greedy(case), ["vllm", "openvino"])
     assert comparison.failures == ["vllm ended with code 1"]
     assert [run.name for run in comparison.runs] == ["expected", "measured by us"] * 2 + ["openvino"]

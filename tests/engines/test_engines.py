@@ -11,21 +11,11 @@ from typing import Any
 
 import pytest
 import torch
+from compare_engines import ENGINES, environment, run_engine
+from engine_cases import Case, Run, head_case, measure, probe_case, same_counts, with_target_greedy
 
 from eagle_train import load_draft_head, load_target
 from eagle_train.decode.results import Prompt
-from scripts.compare_engines import (
-    ENGINES,
-    Case,
-    Run,
-    environment,
-    head_case,
-    measure,
-    probe_case,
-    run_engine,
-    same_counts,
-    with_target_greedy,
-)
 from tests.commands import run
 
 pytestmark = pytest.mark.engines
