@@ -15,7 +15,7 @@ from eagle_train.errors import InputError
 from eagle_train.export.check_target import target_findings
 from eagle_train.model.checkpoint import draft_head_of
 from eagle_train.model.eagle3 import Eagle3DraftHead
-from eagle_train.model.layouts import StoredHead, read_stored_head
+from eagle_train.model.layouts import StoredHead, aux_layer_ids, read_stored_head
 from eagle_train.model.target import Target, draft_config, resolve_aux_layer_ids
 
 MOST_NAMED = 5  # tokens that a note names
@@ -65,9 +65,9 @@ def read_start_head(config: TrainConfig, target_name: str, target_config: Any) -
             f"{flag} {directory} does not fit the target {target_name}: {'; '.join(faults)}. Name the target "
             "that the head was trained for, or another head"
         )
-    aux_layer_ids = resolve_aux_layer_ids(target_config.num_hidden_layers, head.config.aux_layer_ids)
+    layers = resolve_aux_layer_ids(target_config.num_hidden_layers, head.config.aux_layer_ids)
     for option, named, own in (
-        ("aux_layer_ids", config.aux_layer_ids, aux_layer_ids),
+        ("aux_layer_ids", config.aux_layer_ids, layers),
         ("draft_intermediate_size", config.draft_intermediate_size, head.config.intermediate_size),
     ):
         if named is not None and named != own:
@@ -76,7 +76,7 @@ def read_start_head(config: TrainConfig, target_name: str, target_config: Any) -
                 f"--{option}, or start without --init_from"
             )
     embedding_VH = stored.tensors.get("embed_tokens.weight")
-    return StartHead(directory, stored.layout, head, aux_layer_ids, embedding_VH)
+    return StartHead(directory, stored.layout, head, layers, embedding_VH)
 
 
 def _mismatches(stored: StoredHead, target_config: Any) -> list[str]:
@@ -84,7 +84,11 @@ def _mismatches(stored: StoredHead, target_config: Any) -> list[str]:
     limit = getattr(target_config, "max_position_embeddings", None)
     flat = stored.flat | {"max_position_embeddings": limit}
     findings = target_findings(replace(stored, flat=flat), target_config, None)
-    return [finding.text for finding in findings if finding.is_fault]
+    faults = [finding.text for finding in findings if finding.is_fault]
+    layers = aux_layer_ids(stored.flat)
+    if layers and sorted(set(layers)) != layers:
+        faults.append(f"aux layers {layers} do not rise, as training reads them")
+    return faults
 
 
 def _words(value: object) -> str:
@@ -96,8 +100,8 @@ def warm_head(start: StartHead, target: Target, draft_token_ids: Tensor) -> Eagl
     """The stored head, bit for bit, under the sorted target ids `[V_d]`, on the target's device.
 
     A token that the head knows keeps its row. A new one starts as the target's row, as in a fresh head: the
-    trained rows of our heads started there too. (On a demo head with 1,200 tokens that gets the other 848, rows
-    of the target as they are, at the trained rows' mean norm, or zero make no difference that matters.)
+    trained rows of our heads started there too. For a demo head of 1,200 tokens that gets 848 more, scaling
+    such rows to the trained rows' norm changed nothing, and zeros were a little worse.
     """
     own = start.head
     from_target = draft_config(target, len(draft_token_ids))

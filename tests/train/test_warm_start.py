@@ -216,6 +216,11 @@ MISMATCHES: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]] = 
         {},
         ("aux layers [2, 4, 9] lie outside the target's 8 layers",),
     ),
+    "layers out of order": (
+        {"eagle_aux_hidden_state_layer_ids": [4, 2, 5]},
+        {},
+        ("--init_from", "aux layers [4, 2, 5] do not rise"),
+    ),
     "other layers than asked for": (
         {"eagle_aux_hidden_state_layer_ids": [1, 4, 5]},
         {"aux_layer_ids": "2 4 5"},
