@@ -161,8 +161,16 @@ class TrainConfig:
     )
 
     ttt_steps: int = option(7, "draft head", "K, length of the training-time-test unroll (steps)")
+    init_from: str | None = option(
+        None,
+        "draft head",
+        "directory of a trained draft head (official or speculators layout) to train on; none: a fresh one",
+    )
     draft_vocab_size: int | None = option(
-        None, "draft head", "none: min(32000, target's vocabulary) (tokens)"
+        None,
+        "draft head",
+        "so many are chosen from the data, and rows of --init_from move by token; none: those of "
+        "--init_from, else min(32000, target's vocabulary) (tokens)",
     )
     aux_layer_ids: tuple[int, ...] | None = option(
         None, "draft head", "three 0-based layers whose entering states are read; none: 2, L//2, L-3"
@@ -268,6 +276,12 @@ class TrainConfig:
             raise InputError("--compile_target does nothing with --torch_compile false; drop one")
         if self.resume and self.overwrite:
             raise InputError("--resume and --overwrite exclude each other; drop one")
+        is_same = self.init_from and Path(self.init_from).resolve() == Path(self.output_dir).resolve()
+        if is_same and not self.resume:
+            raise InputError(
+                f"--init_from {self.init_from} is --output_dir itself; use --resume to go on with that run, "
+                "or name another --output_dir"
+            )
         if self.eval_data and not self.data:
             raise InputError("--eval_data is named without --data; name the files to train on as well")
         self.parsed_template_options()

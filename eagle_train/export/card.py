@@ -20,8 +20,8 @@ CARD = "README.md"
 SPECULATORS_FORMAT = "speculators"
 # What of a run's options tells how a head came about.
 SHOWN_OPTIONS = (
-    "ttt_steps", "training_seq_len", "packing", "num_epochs", "max_steps", "learning_rate", "weight_decay",
-    "step_decay", "dtype", "seed",
+    "init_from", "ttt_steps", "training_seq_len", "packing", "num_epochs", "max_steps", "learning_rate",
+    "weight_decay", "step_decay", "dtype", "seed",
 )  # fmt: skip
 
 

@@ -41,6 +41,10 @@ def choose_draft_vocabulary(
         [np.array(required, dtype=np.int64), by_frequency[~np.isin(by_frequency, required)]]
     )
     chosen = np.sort(required_first[:size])
+    return torch.from_numpy(chosen), vocabulary_coverage(token_counts_V, chosen)
+
+
+def vocabulary_coverage(token_counts_V: npt.NDArray[np.int64], token_ids: npt.NDArray[np.int64]) -> float:
+    """Share of the counted tokens that are of these ids (0..1); 1 where none was counted."""
     total = int(token_counts_V.sum())
-    coverage = float(token_counts_V[chosen].sum() / total) if total else 1.0
-    return torch.from_numpy(chosen), coverage
+    return float(token_counts_V[token_ids].sum() / total) if total else 1.0

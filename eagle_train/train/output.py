@@ -84,7 +84,10 @@ def resolved(config: TrainConfig, prepared: Prepared, learning_rate: float) -> T
         device=target.device.type if config.device == "auto" else config.device,
         aux_layer_ids=target.aux_layer_ids,
         bucket_granularity=config.granularity,
-        draft_vocab_size=prepared.head.config.draft_vocab_size,
+        # With --init_from none means the head's own vocabulary; its size would ask for another one.
+        draft_vocab_size=config.draft_vocab_size
+        if config.init_from
+        else prepared.head.config.draft_vocab_size,
         draft_intermediate_size=prepared.head.config.intermediate_size,
         learning_rate=learning_rate,
     )
@@ -164,6 +167,8 @@ def header(prepared: Prepared, schedule: Schedule, num_steps: int, learning_rate
         f"AdamW, peak learning rate {learning_rate:.2g}",
         "output": config.output_dir,
     }
+    if prepared.warm_start:
+        facts["starts from"] = prepared.warm_start.text
     if schedule.geometry.world_size > 1:
         facts["ranks"] = f"{schedule.geometry.world_size}, data parallel"
     if schedule.geometry.translation:
@@ -207,11 +212,13 @@ def _describe(report: SplitReport) -> str:
 
 
 def _notes(prepared: Prepared) -> str:
-    """The first warning of each kind and the first refusals, with file:line."""
+    """What is worth knowing about --init_from; the first warning of each kind and the first refusals, with
+    file:line.
+    """
     reports = [report for report in (prepared.data.train_report, prepared.data.heldout_report) if report]
-    return "".join(
-        f"\n  note: {message}" for report in reports if report.data for message in report.data.messages
-    )
+    messages = list(prepared.warm_start.notes if prepared.warm_start else ())
+    messages += [message for report in reports if report.data for message in report.data.messages]
+    return "".join(f"\n  note: {message}" for message in messages)
 
 
 def describe_counts(counts: Mapping[str, Any]) -> str:
@@ -284,6 +291,8 @@ def report_values(prepared: Prepared) -> dict[str, object]:
         "target_own_token_share": prepared.own_token_share,
         "train_data": asdict(prepared.data.train_report),
     }
+    if prepared.warm_start:
+        values["warm_start"] = prepared.warm_start.values
     if prepared.data.heldout_report:
         values["heldout_data"] = asdict(prepared.data.heldout_report)
     return values

@@ -4,6 +4,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,7 +16,7 @@ from eagle_train.data.collator import BucketingCollator
 from eagle_train.data.samples import Sample
 from eagle_train.errors import InputError
 from eagle_train.model.eagle3 import Eagle3DraftHead
-from eagle_train.model.mock_target import MockTarget, parse_mock_target
+from eagle_train.model.mock_target import MockTarget, mock_config, parse_mock_target
 from eagle_train.model.target import (
     Target,
     check_rope,
@@ -25,9 +26,10 @@ from eagle_train.model.target import (
     read_target_config,
     resolve_aux_layer_ids,
 )
-from eagle_train.model.vocab import choose_draft_vocabulary
+from eagle_train.model.vocab import choose_draft_vocabulary, vocabulary_coverage
 from eagle_train.objective.losses import DEFAULT_CHUNK_ROWS
 from eagle_train.train.splits import PreparedData, prepare_data
+from eagle_train.train.warm_start import StartHead, WarmStart, describe_start, read_start_head, warm_head
 
 MOCK_TARGET_NAME = "random features"
 OWN_TOKEN_ROWS = 4096  # tokens on which the share of the target's own ones is taken at start
@@ -35,7 +37,7 @@ OWN_TOKEN_ROWS = 4096  # tokens on which the share of the target's own ones is t
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """Everything that a run trains and validates with."""
+    """Everything that a run trains and validates with. warm_start: None for a fresh head."""
 
     target: Target
     target_name: str
@@ -43,26 +45,31 @@ class Prepared:
     data: PreparedData
     draft_vocab_coverage: float
     own_token_share: float
+    warm_start: WarmStart | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class TargetSource:
-    """What the options name as target, before any weight is read. is_demo: the bundled one; max_positions:
-    the longest document that it can position, where it says so.
+    """What the options name as target, before any weight is read. is_demo: the bundled one; config: its text
+    config; max_positions: the longest document that it can position, where it says so.
     """
 
     name: str
     is_demo: bool
-    num_layers: int
-    vocab_size: int
+    config: Any
     max_positions: int | None
+
+    @property
+    def vocab_size(self) -> int:
+        size: int = self.config.vocab_size
+        return size
 
 
 def find_target(config: TrainConfig) -> TargetSource:
     """The target of --target or --mock_target, else the bundled one."""
     if config.mock_target:
-        _, num_layers, vocab_size = parse_mock_target(config.mock_target)
-        return TargetSource(MOCK_TARGET_NAME, False, num_layers, vocab_size, None)
+        sizes = parse_mock_target(config.mock_target)
+        return TargetSource(MOCK_TARGET_NAME, False, mock_config(*sizes), None)
     named = config.target or DEMO_NAME
     name = target_path(named)
     target_config = read_target_config(name, config.trust_remote_code)
@@ -70,8 +77,7 @@ def find_target(config: TrainConfig) -> TargetSource:
     return TargetSource(
         name,
         named == DEMO_NAME,
-        target_config.num_hidden_layers,
-        target_config.vocab_size,
+        target_config,
         getattr(target_config, "max_position_embeddings", None),
     )
 
@@ -89,11 +95,13 @@ def prepare(
             "--target is not named; name a model and --data, or run without a --config for the demo"
         )
     source = find_target(config)
-    aux_layer_ids = resolve_aux_layer_ids(source.num_layers, config.aux_layer_ids)
+    start = read_start_head(config, source.name, source.config)
+    named_layers = start.aux_layer_ids if start else config.aux_layer_ids
+    aux_layer_ids = resolve_aux_layer_ids(source.config.num_hidden_layers, named_layers)
     tokenizer = None if config.mock_data else load_tokenizer(source.name, config)
     data = prepare_data(config, tokenizer, source.vocab_size, source.max_positions)
     target = open_target(source.name, config, device, dtype, aux_layer_ids)
-    head, coverage = make_draft_head(target, tokenizer, data.train_samples, config)
+    head, coverage, warm_start = make_draft_head(target, tokenizer, data.train_samples, config, start)
     return Prepared(
         target=target,
         target_name="the bundled demo target" if source.is_demo else source.name,
@@ -101,6 +109,7 @@ def prepare(
         data=data,
         draft_vocab_coverage=coverage,
         own_token_share=own_token_share(target, data.train_samples),
+        warm_start=warm_start,
     )
 
 
@@ -206,23 +215,45 @@ def make_draft_head(
     tokenizer: PreTrainedTokenizerBase | None,
     samples: Sequence[Sample],
     config: TrainConfig,
-) -> tuple[Eagle3DraftHead, float]:
-    """A fresh head on the target's device, and the share of supervised tokens that its vocabulary covers."""
+    start: StartHead | None,
+) -> tuple[Eagle3DraftHead, float, WarmStart | None]:
+    """The head on the target's device, fresh or from --init_from, the share of supervised tokens that its
+    vocabulary covers, and what was taken over.
+    """
     if tokenizer is None:  # mock data, where one token is as good as another
         counts, always = np.zeros(target.vocab_size, dtype=np.int64), set[int]()
     else:
         counts, closing_tokens = answer_token_counts(samples, target.vocab_size)
         always = {*tokenizer.all_special_ids, *closing_tokens}
-    ids, coverage = choose_draft_vocabulary(counts, config.draft_vocab_size, always)
+    if start and (config.draft_vocab_size is None or config.resume):
+        ids = start.head.draft_token_ids.sort().values
+        coverage = vocabulary_coverage(counts, ids.numpy())
+    else:
+        ids, coverage = choose_draft_vocabulary(counts, config.draft_vocab_size, always)
     if tokenizer is None:
         coverage = len(ids) / target.vocab_size
-    torch.manual_seed(config.seed)
-    head = Eagle3DraftHead(draft_config(target, len(ids), config.draft_intermediate_size)).to(target.device)
+    if start:
+        head = warm_head(start, target, ids)
+        absent = sorted(token for token in always - set(ids.tolist()) if counts[token])
+        names = tokenizer.convert_ids_to_tokens(absent) if tokenizer and absent else []
+        warm_start = describe_start(start, config, target, ids, names)
+    else:
+        head, warm_start = fresh_head(target, ids, samples, config), None
     head.gradient_checkpointing = config.gradient_checkpointing
-    head.set_vocabulary(ids)
+    return head, coverage, warm_start
+
+
+def fresh_head(
+    target: Target, draft_token_ids: torch.Tensor, samples: Sequence[Sample], config: TrainConfig
+) -> Eagle3DraftHead:
+    """A head of the target's sizes and scale, the same on every rank."""
+    torch.manual_seed(config.seed)
+    sizes = draft_config(target, len(draft_token_ids), config.draft_intermediate_size)
+    head = Eagle3DraftHead(sizes).to(target.device)
+    head.set_vocabulary(draft_token_ids)
     example = target.features(BucketingCollator(1)(samples[:1]).to(target.device))
     head.start_from_target(target.lm_head.weight, target.final_norm_weight(), example.aux_hidden_states)
-    return head, coverage
+    return head
 
 
 def own_token_share(target: Target, samples: Sequence[Sample]) -> float:

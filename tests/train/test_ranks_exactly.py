@@ -15,8 +15,10 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from eagle_train.model.target import load_target
 from eagle_train.train.distributed import Ranks
 from tests.commands import read_events, write_conversations, write_jsonl
+from tests.export.heads import V_D, save_head
 from tests.train import rank_cases
 from tests.train.rank_cases import FAULTY_STEP, GLOBAL_BATCHES
 from tests.train.test_distributed import OPTIONS, figures, launch, numbers, words
@@ -55,10 +57,13 @@ def prepare_runs(directory: Path, target: Path) -> list[str]:
         "one": write_conversations(directory / "one.jsonl", 1),
         "seven": write_jsonl(directory / "seven.jsonl", seven),
     }
+    head = directory / "head"
+    save_head(head, load_target(str(target), dtype=torch.float32, device=torch.device("cpu")))
     unpacked = ["--packing", "none", "--batch_size", "8"]
     runs = {
         "one": ["--data", str(data["one"])],
         "one-unpacked": ["--data", str(data["one"]), *unpacked],
+        "one-warm": ["--data", str(data["one"]), "--init_from", str(head)],
         "seven": ["--data", str(data["seven"])],
         "seven-unpacked": ["--data", str(data["seven"]), *unpacked],
         "seven-padded": ["--data", str(data["seven"]), *unpacked, "--padding_free", "false"],
@@ -148,7 +153,7 @@ def test_u21_validation_does_not_depend_on_ranks_or_rows(group: Measured, alone:
 def test_u19_tiny_sets_train_on_every_rank_as_on_one(group: Measured, alone: Measured) -> None:
     """One sample, and seven uneven ones, packed and not: each sample once an epoch, equal steps, 120 s."""
     names = list(alone.codes[0])
-    assert len(names) == 5
+    assert len(names) == 6
     for name in names:
         assert [codes[name] for codes in (*alone.codes, *group.codes)] == [0] * (1 + group.world_size)
         count = 1 if name.startswith("one") else 7
@@ -160,6 +165,13 @@ def test_u19_tiny_sets_train_on_every_rank_as_on_one(group: Measured, alone: Mea
         assert [sorted(e) for e in figures(output)] == [sorted(e) for e in figures(expected)]
         # Behind AdamW, which divides by gradients: elements near zero carry their rounding into the weights.
         assert numbers(figures(output)) == pytest.approx(numbers(figures(expected)), rel=1e-5, abs=1e-6)
+
+
+def test_every_rank_starts_from_the_head_of_init_from(group: Measured) -> None:
+    fresh, warm = (read_events(group.output(name), "validation")[0] for name in ("one", "one-warm"))
+    assert numbers(warm) != pytest.approx(numbers(fresh), rel=1e-2)
+    (start,) = read_events(group.output("one-warm"), "start")
+    assert start["warm_start"]["rows_kept"] == V_D
 
 
 @pytest.mark.parametrize("kind", ["loss", "gradient"])

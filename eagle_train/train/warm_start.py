@@ -1,0 +1,166 @@
+"""--init_from: a training that starts from a trained draft head. Rows of its output head belong to tokens, so
+another draft vocabulary moves them by token.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from eagle_train.config import TrainConfig
+from eagle_train.errors import InputError
+from eagle_train.export.check_target import target_findings
+from eagle_train.model.checkpoint import draft_head_of
+from eagle_train.model.eagle3 import Eagle3DraftHead
+from eagle_train.model.layouts import StoredHead, aux_layer_ids, read_stored_head
+from eagle_train.model.target import Target, draft_config, resolve_aux_layer_ids
+
+MOST_NAMED = 5  # tokens that a note names
+# Between a float32 table and its bf16 copy; a trained table is further away.
+EMBEDDING_TOLERANCE = 2**-7
+
+
+@dataclass(frozen=True, slots=True)
+class StartHead:
+    """A head as it was stored: float32, on the CPU. embedding_VH: its own table, where it brings one."""
+
+    directory: Path
+    layout: str
+    head: Eagle3DraftHead
+    aux_layer_ids: tuple[int, int, int]
+    embedding_VH: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class WarmStart:
+    """What a run took over, as told. text: one line; values: the same for metrics.jsonl; notes: what the user
+    should know about it.
+    """
+
+    text: str
+    values: dict[str, str | int]
+    notes: tuple[str, ...]
+
+
+def read_start_head(config: TrainConfig, target_name: str, target_config: Any) -> StartHead | None:
+    """The head that training starts from, checked against the target's config alone; None: a fresh one.
+
+    Under --resume it is the run's own kept head, which has the sizes of the saved state that is read over it,
+    so that --init_from may be gone by then. Raises InputError where it does not fit target or options.
+    """
+    if config.init_from is None:
+        return None
+    directory = Path(config.output_dir if config.resume else config.init_from)
+    flag = "--resume" if config.resume else "--init_from"
+    try:
+        stored = read_stored_head(directory)
+        head = draft_head_of(stored)
+    except InputError as error:
+        raise InputError(f"{flag}: {error}") from error
+    if faults := _mismatches(stored, target_config):
+        raise InputError(
+            f"{flag} {directory} does not fit the target {target_name}: {'; '.join(faults)}. Name the target "
+            "that the head was trained for, or another head"
+        )
+    layers = resolve_aux_layer_ids(target_config.num_hidden_layers, head.config.aux_layer_ids)
+    for option, named, own in (
+        ("aux_layer_ids", config.aux_layer_ids, layers),
+        ("draft_intermediate_size", config.draft_intermediate_size, head.config.intermediate_size),
+    ):
+        if named is not None and named != own:
+            raise InputError(
+                f"--{option} is {_words(named)}, but the head in {flag} {directory} has {_words(own)}; drop "
+                f"--{option}, or start without --init_from"
+            )
+    embedding_VH = stored.tensors.get("embed_tokens.weight")
+    return StartHead(directory, stored.layout, head, layers, embedding_VH)
+
+
+def _mismatches(stored: StoredHead, target_config: Any) -> list[str]:
+    """Faults beside the target, without the position limit, because the head gets the target's."""
+    limit = getattr(target_config, "max_position_embeddings", None)
+    flat = stored.flat | {"max_position_embeddings": limit}
+    findings = target_findings(replace(stored, flat=flat), target_config, None)
+    faults = [finding.text for finding in findings if finding.is_fault]
+    layers = aux_layer_ids(stored.flat)
+    if layers and sorted(set(layers)) != layers:
+        faults.append(f"aux layers {layers} do not rise, as training reads them")
+    return faults
+
+
+def _words(value: object) -> str:
+    return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
+@torch.no_grad()
+def warm_head(start: StartHead, target: Target, draft_token_ids: Tensor) -> Eagle3DraftHead:
+    """The stored head, bit for bit, under the sorted target ids `[V_d]`, on the target's device.
+
+    A token that the head knows keeps its row. A new one starts as the target's row, as in a fresh head: the
+    trained rows of our heads started there too. For a demo head of 1,200 tokens that gets 848 more, scaling
+    such rows to the trained rows' norm changed nothing, and zeros were a little worse.
+    """
+    own = start.head
+    from_target = draft_config(target, len(draft_token_ids))
+    head = Eagle3DraftHead(
+        replace(
+            own.config,
+            draft_vocab_size=len(draft_token_ids),
+            max_position_embeddings=from_target.max_position_embeddings,
+            aux_layer_ids=from_target.aux_layer_ids,
+        )
+    )
+    head.set_vocabulary(draft_token_ids)
+    own_row_V = torch.full((own.config.vocab_size,), -1)
+    own_row_V[own.draft_token_ids] = torch.arange(own.config.draft_vocab_size)
+    own_row_Vd = own_row_V[draft_token_ids]
+    is_new_Vd = own_row_Vd < 0
+    rows_VdH = own.lm_head.weight[own_row_Vd.clamp(min=0)]
+    rows_VdH[is_new_Vd] = target.lm_head.weight[draft_token_ids[is_new_Vd].to(target.device)].float().cpu()
+    maps = {"d2t": head.d2t, "t2d": head.t2d}
+    head.load_state_dict(own.state_dict() | maps | {"lm_head.weight": rows_VdH})
+    return head.to(target.device)
+
+
+def describe_start(
+    start: StartHead, config: TrainConfig, target: Target, draft_token_ids: Tensor, absent: Sequence[str]
+) -> WarmStart:
+    """What is taken over. absent: supervised special and closing tokens that the vocabulary lacks."""
+    assert config.init_from is not None
+    notes = []
+    if absent:
+        more = f" and {len(absent) - MOST_NAMED} more" if len(absent) > MOST_NAMED else ""
+        notes.append(
+            f"the draft vocabulary of {config.init_from} lacks {len(absent)} special or closing tokens of "
+            f"these answers ({', '.join(absent[:MOST_NAMED])}{more}), which the head can never propose; "
+            "--draft_vocab_size N chooses a vocabulary from these data"
+        )
+    if start.embedding_VH is not None and not _is_embedding_of(target, start.embedding_VH):
+        notes.append(
+            f"{config.init_from} has an embed_tokens.weight of its own that is not the target's; training "
+            "goes on with the target's, so the head may first draft worse than with its own"
+        )
+    if config.resume:
+        text = f"{config.init_from}; the run goes on from its saved state"
+        return WarmStart(text, {"init_from": config.init_from}, tuple(notes))
+    kept = int(torch.isin(draft_token_ids, start.head.draft_token_ids).sum())
+    new, dropped = len(draft_token_ids) - kept, start.head.config.draft_vocab_size - kept
+    rows = f"{kept:,} rows of the draft vocabulary kept, {new:,} new"
+    rows += " (they start as the target's)" if new else ""
+    rows += f", {dropped:,} dropped" if dropped else ""
+    return WarmStart(
+        f"{config.init_from} ({start.layout} layout); {rows}",
+        {"init_from": config.init_from, "rows_kept": kept, "rows_new": new, "rows_dropped": dropped},
+        tuple(notes),
+    )
+
+
+def _is_embedding_of(target: Target, own_VH: Tensor) -> bool:
+    """Whether a head's table is the target's, but for the rounding of either."""
+    target_VH = target.embed(torch.arange(target.vocab_size, device=target.device)).float().cpu()
+    return own_VH.shape == target_VH.shape and torch.allclose(
+        own_VH.float(), target_VH, rtol=EMBEDDING_TOLERANCE, atol=1e-6
+    )

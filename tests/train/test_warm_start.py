@@ -1,0 +1,302 @@
+"""--init_from: a run starts from a trained head bit for bit; rows of its vocabulary move by token (U28)."""
+
+import json
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+
+from eagle_train.export.write import export_draft_head
+from eagle_train.model.checkpoint import load_draft_head
+from eagle_train.model.eagle3 import Eagle3DraftHead
+from eagle_train.model.target import load_target
+from eagle_train.train import loop
+from tests.commands import Outcome, read_events, run, write_conversations
+from tests.data.templates import make_tokenizer
+from tests.export.heads import assert_same_weights, change_config, change_tensors, copy_of
+from tests.tiny import tiny_model
+
+OPTIONS = {
+    "training_seq_len": 256,
+    "bucket_granularity": 64,
+    "ttt_steps": 3,
+    "dtype": "float32",
+    "num_threads": 1,
+    "learning_rate": 1e-2,
+    "eval_every": 100,
+}
+WITHOUT_STEPS = {"max_steps": 1, "learning_rate": 1e-30}
+V, V_D, STEPS = 301, 200, 10
+
+
+@dataclass(frozen=True)
+class Place:
+    """A directory with data for the tiny target, and `trained`: a head of a few steps on these data, by which
+    it is also validated.
+    """
+
+    directory: Path
+    target: Path
+    data: Path
+
+    @property
+    def trained(self) -> Path:
+        return self.directory / "trained"
+
+    def words(self, output: Path, **options: object) -> list[str]:
+        named: dict[str, Any] = {"target": self.target, "data": self.data, "eval_data": self.data}
+        named |= OPTIONS | {"output_dir": output} | options
+        return [str(word) for name, value in named.items() for word in (f"--{name}", value)]
+
+    def train(self, output: Path, *flags: object, **options: object) -> Outcome:
+        return run(*self.words(output, **options), *flags)
+
+    def started(self, output: Path, *flags: object, **options: object) -> Outcome:
+        """A run whose steps move no float32 weight by a bit, so that it ends with the head that it had."""
+        outcome = self.train(output, *flags, **(WITHOUT_STEPS | options))
+        assert outcome.code == 0, outcome.err
+        return outcome
+
+    def refusal(self, output: Path, *flags: object, **options: object) -> str:
+        line = self.train(output, *flags, **(WITHOUT_STEPS | options)).refusal()
+        assert not output.exists()
+        return line
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory, target_dir: Path) -> Place:
+    directory = tmp_path_factory.mktemp("warm")
+    data = write_conversations(directory / "data.jsonl", 12)
+    place = Place(directory, target_dir, data)
+    outcome = place.train(place.trained, max_steps=STEPS, draft_vocab_size=V_D)
+    assert outcome.code == 0, outcome.err
+    assert read_events(place.trained, "end")[0]["best_step"] == STEPS
+    return place
+
+
+def rows_by_token(head: Eagle3DraftHead) -> dict[int, torch.Tensor]:
+    return dict(zip(head.draft_token_ids.tolist(), head.lm_head.weight, strict=True))
+
+
+def relabelled(directory: Path, to: Path, ids: torch.Tensor) -> Path:
+    """A copy whose rows stand for other tokens."""
+    copy_of(directory, to)
+    t2d = torch.zeros(load_draft_head(to).config.vocab_size, dtype=torch.bool)
+    t2d[ids] = True
+    change_tensors(to, lambda tensors: tensors | {"d2t": ids - torch.arange(len(ids)), "t2d": t2d})
+    return to
+
+
+def validation(output: Path, step: int) -> dict[str, Any]:
+    (event,) = [e for e in read_events(output, "validation") if e["step"] == step]
+    return {key: value for key, value in event.items() if key.startswith("eval_")}
+
+
+def numbers(value: Any) -> list[float]:
+    if isinstance(value, dict | list):
+        items = value.values() if isinstance(value, dict) else value
+        return [number for item in items for number in numbers(item)]
+    return [value] if isinstance(value, int | float) else []
+
+
+def test_a_head_starts_bit_for_bit_and_validates_as_it_did_when_it_was_saved(
+    place: Place, tmp_path: Path
+) -> None:
+    outcome = place.started(tmp_path / "out", init_from=place.trained)
+    assert_same_weights(load_draft_head(tmp_path / "out"), load_draft_head(place.trained))
+    assert f"starts from          {place.trained} (official layout); {V_D} rows" in outcome.out
+    assert f"{V_D} rows of the draft vocabulary kept, 0 new\n" in outcome.out
+    first, kept = validation(tmp_path / "out", 0), validation(place.trained, STEPS)
+    assert first.keys() == kept.keys()
+    assert numbers(first) == pytest.approx(numbers(kept), rel=1e-6)
+    assert numbers(kept) != pytest.approx(numbers(validation(place.trained, 0)), rel=1e-2)
+    (start,) = read_events(tmp_path / "out", "start")
+    assert start["warm_start"] == {
+        "init_from": str(place.trained), "rows_kept": V_D, "rows_new": 0, "rows_dropped": 0
+    }  # fmt: skip
+    options = yaml.safe_load((tmp_path / "out" / "run_config.yaml").read_text())
+    assert (options["init_from"], options["draft_vocab_size"]) == (str(place.trained), None)
+    assert f"`--init_from {place.trained}`" in (tmp_path / "out" / "README.md").read_text()
+
+
+def test_its_record_repeats_the_run_under_the_same_vocabulary(place: Place, tmp_path: Path) -> None:
+    other = write_conversations(tmp_path / "other.jsonl", 3)
+    place.started(tmp_path / "out", init_from=place.trained, data=other)
+    outcome = run("--config", tmp_path / "out" / "run_config.yaml", "--output_dir", tmp_path / "again")
+    assert outcome.code == 0, outcome.err
+    assert_same_weights(load_draft_head(tmp_path / "again"), load_draft_head(place.trained))
+
+
+@pytest.mark.parametrize("size", [150, 250])
+def test_another_vocabulary_moves_rows_by_token(place: Place, tmp_path: Path, size: int) -> None:
+    head = relabelled(place.trained, tmp_path / "head", torch.arange(V - V_D, V))
+    outcome = place.started(tmp_path / "out", init_from=head, draft_vocab_size=size)
+    before, after = load_draft_head(head), load_draft_head(tmp_path / "out")
+    old, new = rows_by_token(before), rows_by_token(after)
+    kept = old.keys() & new.keys()
+    assert len(new) == size
+    assert 0 < len(kept) < len(new)
+    assert all(torch.equal(new[token], old[token]) for token in kept)
+    target = load_target(str(place.target), dtype=torch.float32, device=torch.device("cpu"))
+    assert all(torch.equal(new[token], target.lm_head.weight[token]) for token in new.keys() - kept)
+    for name, tensor in before.state_dict().items():
+        if name not in ("lm_head.weight", "d2t", "t2d"):
+            assert torch.equal(after.state_dict()[name], tensor), name
+    counted = f"{len(kept)} rows of the draft vocabulary kept, {size - len(kept)} new (they start as the "
+    assert f"{counted}target's), {V_D - len(kept)} dropped" in outcome.out
+
+
+def test_a_vocabulary_without_closing_tokens_is_told_with_the_remedy(place: Place, tmp_path: Path) -> None:
+    closing = make_tokenizer(None).convert_tokens_to_ids("<|im_end|>")
+    ids = torch.tensor([token for token in range(V) if token != closing][-V_D:])
+    head = relabelled(place.trained, tmp_path / "head", ids)
+    outcome = place.started(tmp_path / "out", init_from=head)
+    assert load_draft_head(tmp_path / "out").draft_token_ids.tolist() == ids.tolist()
+    (note,) = [line for line in outcome.out.splitlines() if line.startswith("  note: ")]
+    assert f"the draft vocabulary of {head} lacks 1 special or closing tokens" in note
+    assert "(<|im_end|>)" in note
+    assert "--draft_vocab_size N" in note
+
+
+def test_unsorted_rows_are_put_in_order_with_their_tokens(place: Place, tmp_path: Path) -> None:
+    head = copy_of(place.trained, tmp_path / "head")
+    ids = load_draft_head(head).draft_token_ids.flip(0)
+    flipped = load_file(head / "model.safetensors")["lm_head.weight"].flip(0).contiguous()
+    maps = {"d2t": ids - torch.arange(V_D), "lm_head.weight": flipped}
+    change_tensors(head, lambda tensors: tensors | maps)
+    place.started(tmp_path / "out", init_from=head)
+    assert_same_weights(load_draft_head(tmp_path / "out"), load_draft_head(place.trained))
+
+
+def test_a_whole_vocabulary_in_the_speculators_layout(place: Place, tmp_path: Path) -> None:
+    whole = tmp_path / "whole"
+    place.started(whole, init_from=place.trained, draft_vocab_size=V)
+    assert "d2t" not in load_file(whole / "model.safetensors")
+    export_draft_head(str(whole), "speculators", str(tmp_path / "exported"), str(place.target))
+    outcome = place.started(tmp_path / "out", init_from=tmp_path / "exported")
+    assert "note: " not in outcome.out  # the embedding that it brings is the target's
+    assert f"(speculators layout); {V} rows of the draft vocabulary kept, 0 new" in outcome.out
+    assert_same_weights(load_draft_head(tmp_path / "out"), load_draft_head(whole))
+
+
+def test_another_embedding_is_told(place: Place, tmp_path: Path) -> None:
+    head = copy_of(place.trained, tmp_path / "head")
+    change_tensors(head, lambda tensors: tensors | {"embed_tokens.weight": torch.ones(V, 32)})
+    outcome = place.started(tmp_path / "out", init_from=head)
+    assert f"note: {head} has an embed_tokens.weight of its own that is not the target's" in outcome.out
+
+
+def test_the_head_keeps_its_own_sizes_and_takes_the_target_s_position_limit(
+    place: Place, tmp_path: Path
+) -> None:
+    narrow = tmp_path / "narrow"
+    place.started(narrow, "--aux_layer_ids", 1, 4, 6, draft_intermediate_size=40)
+    change_config(narrow, max_position_embeddings=100, rms_norm_eps=1e-3)
+    place.started(tmp_path / "out", init_from=narrow)
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert (config["intermediate_size"], config["rms_norm_eps"]) == (40, 1e-3)
+    assert config["max_position_embeddings"] == 512
+    assert config["eagle_aux_hidden_state_layer_ids"] == [1, 4, 6]
+    assert_same_weights(load_draft_head(tmp_path / "out"), load_draft_head(narrow))
+
+
+MISMATCHES: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]] = {
+    "another rotary base": (
+        {"rope_theta": 500_000.0},
+        {},
+        ("rope_theta is 500,000, the target's 10,000", "Name the target"),
+    ),
+    "layers that the target lacks": (
+        {"eagle_aux_hidden_state_layer_ids": [2, 4, 9]},
+        {},
+        ("aux layers [2, 4, 9] lie outside the target's 8 layers",),
+    ),
+    "layers out of order": (
+        {"eagle_aux_hidden_state_layer_ids": [4, 2, 5]},
+        {},
+        ("--init_from", "aux layers [4, 2, 5] do not rise"),
+    ),
+    "other layers than asked for": (
+        {"eagle_aux_hidden_state_layer_ids": [1, 4, 5]},
+        {"aux_layer_ids": "2 4 5"},
+        ("--aux_layer_ids is 2 4 5, but the head in --init_from", "has 1 4 5; drop --aux_layer_ids"),
+    ),
+    "another width than asked for": (
+        {},
+        {"draft_intermediate_size": 64},
+        ("--draft_intermediate_size is 64, but the head in --init_from", "has 48; drop"),
+    ),
+    "a layer that we do not have": (
+        {"attention_bias": True},
+        {},
+        ("--init_from: ", "attention_bias is true"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MISMATCHES)
+def test_a_head_that_does_not_fit_is_refused_in_one_line(place: Place, tmp_path: Path, name: str) -> None:
+    config, options, parts = MISMATCHES[name]
+    head = copy_of(place.trained, tmp_path / "head")
+    change_config(head, **config)
+    flags = [word for key, value in options.items() for word in (f"--{key}", *str(value).split())]
+    line = place.refusal(tmp_path / "out", *flags, init_from=head)
+    assert all(part in line for part in parts), line
+
+
+@pytest.mark.parametrize(
+    ("changes", "part"),
+    [
+        ({"hidden_size": 64}, "the head reads states of hidden size 32, the target's are 64"),
+        ({"vocab_size": 320}, "vocab_size is 301, the target's 320"),
+    ],
+)
+def test_another_target_is_refused(place: Place, tmp_path: Path, changes: dict[str, int], part: str) -> None:
+    target = copy_of(place.target, tmp_path / "target")
+    tiny_model(**({"vocab_size": V} | changes)).save_pretrained(target)
+    assert part in place.refusal(tmp_path / "out", init_from=place.trained, target=target)
+
+
+def test_a_directory_without_a_head_and_the_output_itself_are_refused(place: Place, tmp_path: Path) -> None:
+    line = place.refusal(tmp_path / "out", init_from=tmp_path / "absent")
+    assert f"--init_from: {tmp_path / 'absent' / 'config.json'} does not exist" in line
+    for flags in ((), ("--overwrite",)):
+        before = (place.trained / "model.safetensors").read_bytes()
+        line = place.train(place.trained, *flags, init_from=f"{place.trained}/../trained").refusal()
+        assert "is --output_dir itself; use --resume" in line
+        assert (place.trained / "model.safetensors").read_bytes() == before
+
+
+@pytest.mark.parametrize("size", [None, 220])
+def test_a_resumed_run_goes_on_from_its_state_and_not_from_the_head(
+    place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int | None
+) -> None:
+    head, cut, straight = copy_of(place.trained, tmp_path / "head"), tmp_path / "cut", tmp_path / "straight"
+    options: dict[str, Any] = {"max_steps": 4, "eval_every": 2, "draft_vocab_size": size or "none"}
+    outcome = place.train(straight, init_from=head, **options)
+    assert outcome.code == 0, outcome.err
+    train_step = loop.train_step
+
+    def stop(run: loop.Run, window: Any) -> Any:
+        if run.state.step == 2:
+            raise KeyboardInterrupt
+        return train_step(run, window)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "train_step", stop)
+        assert place.train(cut, init_from=head, **options).code == 130
+    shutil.rmtree(head)
+    line = place.train(cut, "--resume", init_from=tmp_path / "other", **options).refusal()
+    assert f"--init_from {head} -> {tmp_path / 'other'}" in line
+    outcome = place.train(cut, "--resume", **options)
+    assert outcome.code == 0, outcome.err
+    assert f"starts from          {head}; the run goes on from its saved state" in outcome.out
+    for name in ("weights.safetensors", "optimizer.safetensors"):
+        assert (cut / "state" / name).read_bytes() == (straight / "state" / name).read_bytes()
+    saved = yaml.safe_load((cut / "run_config.yaml").read_text())
+    assert (saved["init_from"], saved["draft_vocab_size"]) == (str(head), size)
