@@ -42,9 +42,9 @@ def probe_run(engine: str, shared: Path) -> Run:
 
 
 @pytest.fixture(scope="module")
-def demo_case(engine: str, tmp_path_factory: pytest.TempPathFactory) -> Case:
+def demo_case(tmp_path_factory: pytest.TempPathFactory) -> Case:
     """A head of ours as training writes it, after a few steps on rows of 128 tokens, and a prompt far longer.
-    engine: so that nothing is trained without.
+    Tests name `engine` before it, so that nothing is trained where none is installed.
     """
     folder = tmp_path_factory.mktemp("demo_head")
     done = run(
@@ -62,7 +62,7 @@ def demo_case(engine: str, tmp_path_factory: pytest.TempPathFactory) -> Case:
 
 
 @pytest.fixture(scope="module")
-def smollm2_case(engine: str, shared: Path, tmp_path_factory: pytest.TempPathFactory) -> Case:
+def smollm2_case(shared: Path, tmp_path_factory: pytest.TempPathFactory) -> Case:
     """A real target, and a head of ours after a few steps on its own answers, on Spec-Bench prompts."""
     if not (SMOLLM2 / "config.json").is_file():
         pytest.skip(
