@@ -52,7 +52,7 @@ def _flag_findings(stored: StoredHead) -> list[Finding]:
         why = f"config.json has no rms_norm_eps: engines take {DEFAULT_RMS_NORM_EPS:g}"
         effects = {}
         if stored.layout == SPECULATORS:
-            effects = of_engines(REFUSED, "config.json has no rms_norm_eps: the server misses it", LLAMACPP)
+            effects = of_engines(REFUSED, "config.json has no rms_norm_eps, which its server wants", LLAMACPP)
         found.append(Finding(f"{why}, right only if the head was trained so", False, effects))
     if (layers := flat.get("num_hidden_layers", 1)) != 1:
         effects = of_engines(REFUSED, f"takes one draft layer, not {layers}, {BY_SOURCE}", OPENVINO, LLAMACPP)

@@ -24,7 +24,7 @@ GGUF_TYPES = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
 class Served:
     """A head as a command line names it.
 
-    target: a Hugging Face id, a directory or `TARGET_WORD`; aux_layer_ids: entering states; None: unknown,
+    target: a Hugging Face id, a directory by its full path or `TARGET_WORD`; aux_layer_ids: entering states; None: unknown,
     because they are the default ones of a target that is not known.
     """
 
@@ -93,7 +93,7 @@ def _openvino_steps(head: Served) -> list[str]:
     convert = "--task text-generation-with-past --weight-format fp32"
     return [
         "# needs openvino-genai 2026.4 and optimum-intel 2.2, which wants the remote-code flag",
-        f"optimum-cli export openvino --model {shlex.quote(full_path(head.target))} {convert} target_ov",
+        f"optimum-cli export openvino --model {shlex.quote(head.target)} {convert} target_ov",
         f"optimum-cli export openvino --model . {convert} --trust-remote-code draft_ov_default",
         "# by default it reads the states one block late, so the layers are written into the model",
         "python - <<'END'",
@@ -108,7 +108,7 @@ def _openvino_steps(head: Served) -> list[str]:
 
 
 def _llamacpp_steps(head: Served) -> list[str]:
-    target, lines = shlex.quote(full_path(head.target)), []
+    target, lines = shlex.quote(head.target), []
     if not Path(head.target).is_dir():
         lines = [f"hf download {target} --local-dir target"]
         target = "target"

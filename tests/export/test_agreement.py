@@ -16,7 +16,7 @@ from eagle_train.export.check import check_draft_head
 from eagle_train.export.write import export_draft_head
 from eagle_train.model.checkpoint import load_draft_head
 from eagle_train.model.target import FrozenTarget, load_target
-from tests.export.heads import V_D, Tensors, change_config, change_tensors, copy_of, save_head
+from tests.export.heads import V_D, Tensors, change_config, change_tensors, config_in, copy_of, save_head
 
 IDS_KEY = "eagle_aux_hidden_state_layer_ids"
 SOUND, FAULT = "sound", "a fault"
@@ -154,6 +154,18 @@ def test_an_absent_epsilon_is_the_one_that_engines_take(heads: dict[str, Path], 
     assert load_draft_head(head).config.rms_norm_eps == 1e-6
     texts = [finding.text for finding in check_draft_head(head).findings]
     assert any("no rms_norm_eps: engines take 1e-06" in text for text in texts)
+
+
+def test_a_nested_config_without_an_epsilon_is_not_for_llamacpp(
+    heads: dict[str, Path], target_dir: Path, tmp_path: Path
+) -> None:
+    """Its converter fills in LlamaConfig's for a flat config only, and its server takes no GGUF without."""
+    export_draft_head(heads["part"], "speculators", tmp_path / "out", str(target_dir))
+    layer = config_in(tmp_path / "out")["transformer_layer_config"]
+    del layer["rms_norm_eps"]
+    change_config(tmp_path / "out", transformer_layer_config=layer)
+    verdicts = check_draft_head(tmp_path / "out").verdicts
+    assert (verdicts["vllm"].verdict, verdicts["llamacpp"].verdict) == ("loads", "refused")
 
 
 def test_a_table_of_frequencies_is_named_and_left_out(heads: dict[str, Path], tmp_path: Path) -> None:
