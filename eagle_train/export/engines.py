@@ -24,8 +24,9 @@ GGUF_TYPES = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
 class Served:
     """A head as a command line names it.
 
-    target: a Hugging Face id, a directory by its full path or `TARGET_WORD`; aux_layer_ids: entering states; None: unknown,
-    because they are the default ones of a target that is not known.
+    draft and a target on disk: by their full paths; target: else a Hugging Face id or `TARGET_WORD`;
+    aux_layer_ids: entering states; None: unknown, because they are the default ones of a target that is not
+    known.
     """
 
     draft: str

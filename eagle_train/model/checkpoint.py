@@ -68,8 +68,8 @@ def load_draft_head(directory: str | Path) -> Eagle3DraftHead:
     """A head from a directory in the official or the speculators layout (`model/layouts.py`), float32, weight
     for weight.
 
-    Raises InputError naming the file, each missing, surplus, misshapen, non-finite or untrained tensor, or the options
-    that our draft layer does not have.
+    Raises InputError naming the file, each missing, surplus, misshapen, non-finite or untrained tensor, or
+    the options that our draft layer does not have.
     """
     return draft_head_of(read_stored_head(directory))
 
