@@ -1,84 +1,26 @@
 """The model card beside the weights: what the head was trained on, how well it drafts, how it is served."""
 
-import json
 import shlex
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-import yaml
-
-from eagle_train.bundled import target_path
-from eagle_train.errors import InputError
-from eagle_train.export.engines import IN_PYTHON, TARGET_WORD, Served, serve_command, steps
-from eagle_train.export.findings import ENGINES, LLAMACPP, OPENVINO, SGLANG, TENSORRT, VLLM
+from eagle_train.export.engines import IN_PYTHON, TARGET_WORD, Served, full_path, serve_command, steps
+from eagle_train.export.findings import (
+    BY_SOURCE,
+    ENGINES,
+    LLAMACPP,
+    NEVER_RUN,
+    OPENVINO,
+    SGLANG,
+    TENSORRT,
+    VLLM,
+)
+from eagle_train.export.record import SHOWN_OPTIONS, RunRecord, read_run_record
 from eagle_train.files import write_atomically
 from eagle_train.model.layouts import OFFICIAL, aux_layer_ids, read_config_json
 
 CARD = "README.md"
 SPECULATORS_FORMAT = "speculators"
-# What of a run's options tells how a head came about.
-SHOWN_OPTIONS = (
-    "init_from", "ttt_steps", "training_seq_len", "packing", "num_epochs", "max_steps", "learning_rate",
-    "weight_decay", "step_decay", "dtype", "seed",
-)  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class RunRecord:
-    """What a training left beside its head; empty for a head from elsewhere.
-
-    options: `run_config.yaml`; events: the lines of `metrics.jsonl`.
-    """
-
-    options: Mapping[str, Any]
-    events: Sequence[Mapping[str, Any]]
-
-    @property
-    def target(self) -> str | None:
-        """The target's id or directory; None where it is not recorded."""
-        name = self.options.get("target")
-        return target_path(name) if name else None
-
-    @property
-    def is_mock(self) -> bool:
-        """Whether the head was trained on random tokens."""
-        return bool(self.options.get("mock_data"))
-
-    def last(self, event: str) -> Mapping[str, Any]:
-        """The last event of a kind; empty where there is none."""
-        return next((values for values in reversed(self.events) if values.get("event") == event), {})
-
-    def kept_validation(self) -> Mapping[str, Any]:
-        """The validation of the head that was kept; empty where nothing was held out."""
-        validations = [values for values in self.events if values.get("event") == "validation"]
-        best = self.last("end").get("best_step")
-        chosen = [values for values in validations if values.get("step") == best]
-        return chosen[-1] if chosen else max(validations, key=_longest, default={})
-
-
-def _longest(validation: Mapping[str, Any]) -> float:
-    lengths = list((validation.get("eval_acceptance_length") or {}).values())
-    return lengths[-1] or 0.0 if lengths else 0.0
-
-
-def read_run_record(directory: Path) -> RunRecord:
-    """The record beside a head. Raises InputError where it is there but broken."""
-    options_path, events_path = directory / "run_config.yaml", directory / "metrics.jsonl"
-    try:
-        options = yaml.safe_load(options_path.read_text()) if options_path.is_file() else {}
-        lines = events_path.read_text().splitlines() if events_path.is_file() else []
-        # A crash may cut the last line short, as a run that resumes expects too.
-        if lines and not lines[-1].endswith("}"):
-            lines.pop()
-        events = [json.loads(line) for line in lines]
-    except (OSError, UnicodeDecodeError, yaml.YAMLError, json.JSONDecodeError) as error:
-        reason = " ".join(str(error).split())[:200]
-        raise InputError(f"{directory}: the record of its training cannot be read ({reason})") from error
-    return RunRecord(
-        options if isinstance(options, dict) else {}, [event for event in events if isinstance(event, dict)]
-    )
 
 
 def write_model_card(directory: str | Path) -> Path:
@@ -91,8 +33,8 @@ def write_model_card(directory: str | Path) -> Path:
     record, flat = read_run_record(directory), read_config_json(directory)
     explicit = aux_layer_ids(flat)
     served = Served(
-        draft=str(directory),
-        target=record.target or TARGET_WORD,
+        draft=full_path(str(directory)),
+        target=full_path(record.target or TARGET_WORD),
         layout=OFFICIAL,
         dtype=flat.get("torch_dtype", "float32"),
         aux_layer_ids=explicit or record.options.get("aux_layer_ids"),
@@ -117,13 +59,11 @@ def model_card(
     layers = ", ".join(map(str, head.aux_layer_ids)) if head.aux_layer_ids else "the default (2, L//2, L-3)"
     facts = {
         "target": head.target if head.target != TARGET_WORD else "not recorded",
-        "algorithm": "EAGLE-3 (one Llama layer), trained with eagle_train",
+        "algorithm": f"EAGLE-3 (one Llama layer){', trained with eagle_train' * record.is_ours}",
         "aux layers": f"{layers} (the states that enter these layers)",
         "draft vocabulary": f"{draft_vocab_size:,} of {vocab_size:,} tokens",
         "weights": f"safetensors, {head.dtype}, {head.layout} layout",
     }
-    if not record.options:
-        facts["algorithm"] = "EAGLE-3 (one Llama layer)"
     if length := record.options.get("training_seq_len"):
         facts["trained length"] = f"documents of up to {length:,} tokens; the position limit is the target's"
     sections = [
@@ -142,12 +82,12 @@ def model_card(
 
 
 def _training(record: RunRecord) -> list[str]:
-    if not record.options:
+    if not record.is_ours:
         return []
     options, start = record.options, record.last("start")
-    data = ", ".join(f"`{name}`" for name in options.get("data") or ()) or (
-        "random tokens" if record.is_mock else "the bundled demo's conversations"
-    )
+    unnamed = "the bundled demo's conversations" if "data" in options else "not recorded"
+    data = ", ".join(f"`{name}`" for name in options.get("data") or ())
+    data = data or ("random tokens" if record.is_mock else unnamed)
     lines = [f"Data: {data}"]
     if start:
         lines[0] += f" ({start['train_samples']:,} samples, {start['train_tokens']:,} tokens)"
@@ -186,7 +126,7 @@ def _measured(record: RunRecord, step: int, lengths: Sequence[str]) -> list[list
     cells = {}
     for event in events:
         if figure := event.get("acceptance_length"):
-            interval = "" if figure["low"] is None else f" ({figure['low']:.3f} to {figure['high']:.3f})"
+            interval = "" if figure.get("low") is None else f" ({figure['low']:.3f} to {figure['high']:.3f})"
             cells[str(event["num_speculative_tokens"])] = f"{figure['value']:.3f}{interval}"
     row = ["measured by decoding", *(cells.get(n, "-") for n in lengths)]
     return [row] if any(n in cells for n in lengths) else []
@@ -222,7 +162,8 @@ def _engine_section(engine: str, head: Served) -> str:
     lines = [*steps(engine, head), serve_command(engine, head) or ""]
     where = ", run inside this directory" if len(lines) > 1 else ""
     python = (", the last line in Python" if where else ", in Python") if engine in IN_PYTHON else ""
-    return _code(f"{ENGINES[engine]}{where}{python}", "\n".join(lines))
+    read_only = f" ({BY_SOURCE})" if engine in NEVER_RUN else ""
+    return _code(f"{ENGINES[engine]}{read_only}{where}{python}", "\n".join(lines))
 
 
 def _code(title: str, text: str) -> str:

@@ -4,8 +4,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from eagle_train.export.check_head import config_findings, head_findings
+from eagle_train.export.check_config import config_findings
+from eagle_train.export.check_head import head_findings
 from eagle_train.export.check_target import read_target_embedding, target_findings
+from eagle_train.export.engines import default_aux_layer_ids
 from eagle_train.export.findings import ENGINES, Effect, Finding
 from eagle_train.export.verdicts import engine_verdicts
 from eagle_train.model.layouts import EAGLE1, StoredHead, aux_layer_ids, read_stored_head
@@ -14,10 +16,11 @@ from eagle_train.model.target import read_target_config
 
 @dataclass(frozen=True, slots=True)
 class CheckReport:
-    """What a check found. target: as named, or None; verdicts: by engine."""
+    """What a check found. target: as named, or None; num_layers: the target's; verdicts: by engine."""
 
     stored: StoredHead
     target: str | None
+    num_layers: int | None
     findings: tuple[Finding, ...]
     verdicts: dict[str, Effect]
 
@@ -57,7 +60,8 @@ def check_draft_head(directory: str | Path, target: str | None = None) -> CheckR
         has_embedding = "embed_tokens.weight" in stored.tensors
         embedding = read_target_embedding(target) if has_embedding else None
         findings += target_findings(stored, target_config, embedding)
-    return CheckReport(stored, target, tuple(findings), engine_verdicts(stored, findings, num_layers))
+    verdicts = engine_verdicts(stored, findings, num_layers)
+    return CheckReport(stored, target, num_layers, tuple(findings), verdicts)
 
 
 def format_report(report: CheckReport) -> str:
@@ -69,11 +73,10 @@ def format_report(report: CheckReport) -> str:
         + (f"against {report.target}" if report.target else "without a target (--target compares with one)"),
     ]
     if stored.algorithm != EAGLE1:
-        ids = aux_layer_ids(stored.flat)
-        lines.append(f"  aux layers: {', '.join(map(str, ids)) if ids else 'the default (2, L//2, L-3)'}")
+        lines.append(f"  aux layers: {_layers(report)}")
     for word, is_fault in (("fault", True), ("note", False)):
         lines += [f"  {word}: {f.text}" for f in report.findings if f.is_fault == is_fault]
-    lines.append("  sound" if report.is_sound else "  not sound")
+    lines.append("  sound: no fault of its own" if report.is_sound else "  not sound")
     names = {engine: f"{engine} ({version})" for engine, version in ENGINES.items()}
     width = max(map(len, names.values()))
     wide = max(len(effect.verdict) for effect in report.verdicts.values())
@@ -82,3 +85,12 @@ def format_report(report: CheckReport) -> str:
         for engine, effect in report.verdicts.items()
     ]
     return "\n".join(lines)
+
+
+def _layers(report: CheckReport) -> str:
+    """The layers whose entering states the head reads, as far as config and target tell."""
+    if ids := aux_layer_ids(report.stored.flat):
+        return ", ".join(map(str, ids))
+    if report.num_layers is None:
+        return "the default (2, L//2, L-3)"
+    return f"the default, here {', '.join(map(str, default_aux_layer_ids(report.num_layers)))}"

@@ -16,6 +16,7 @@ from eagle_train.model.layouts import OFFICIAL, SPECULATORS
 DRAFTED = 3  # tokens drafted a verify step in the commands that are shown
 TARGET_WORD = "TARGET"  # stands in commands where the target is not known
 IN_PYTHON = (TENSORRT, OPENVINO)  # whose serve command is no shell line
+LLAMA_CPP_IS_SET = ': "${LLAMA_CPP:?set LLAMA_CPP to a source tree of llama.cpp that has EAGLE-3}"'
 GGUF_TYPES = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
 
 
@@ -23,8 +24,9 @@ GGUF_TYPES = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
 class Served:
     """A head as a command line names it.
 
-    target: a Hugging Face id, a directory or `TARGET_WORD`; aux_layer_ids: entering states; None: unknown,
-    because they are the default ones of a target that is not known.
+    draft and a target on disk: by their full paths; target: else a Hugging Face id or `TARGET_WORD`;
+    aux_layer_ids: entering states; None: unknown, because they are the default ones of a target that is not
+    known.
     """
 
     draft: str
@@ -33,6 +35,11 @@ class Served:
     dtype: str
     aux_layer_ids: Sequence[int] | None
     is_default: bool
+
+
+def full_path(name: str) -> str:
+    """A directory's full path, because commands are run elsewhere; a Hugging Face id as it is."""
+    return str(Path(name).resolve()) if Path(name).is_dir() else name
 
 
 def default_aux_layer_ids(num_layers: int) -> tuple[int, int, int]:
@@ -63,9 +70,11 @@ def serve_command(engine: str, head: Served) -> str | None:
         layers = ""
         if not head.is_default and head.aux_layer_ids:
             layers = f", eagle3_layers_to_capture={{{', '.join(str(x - 1) for x in head.aux_layer_ids)}}}"
-        return f"Eagle3DecodingConfig(max_draft_len={DRAFTED}, speculative_model={head.draft!r}{layers})"
+        config = f"Eagle3DecodingConfig(max_draft_len={DRAFTED}, speculative_model={head.draft!r}{layers})"
+        return f"LLM({head.target!r}, speculative_config={config})"
     draft_model = 'draft_model=openvino_genai.draft_model("draft_ov", "CPU")'
-    return f'openvino_genai.LLMPipeline("target_ov", "CPU", {draft_model})'
+    generate = f'generate("Hello", max_new_tokens=64, num_assistant_tokens={DRAFTED})'
+    return f'openvino_genai.LLMPipeline("target_ov", "CPU", {draft_model}).{generate}'
 
 
 def steps(engine: str, head: Served) -> list[str]:
@@ -85,7 +94,7 @@ def _openvino_steps(head: Served) -> list[str]:
     convert = "--task text-generation-with-past --weight-format fp32"
     return [
         "# needs openvino-genai 2026.4 and optimum-intel 2.2, which wants the remote-code flag",
-        f"optimum-cli export openvino --model {_absolute(head.target)} {convert} target_ov",
+        f"optimum-cli export openvino --model {shlex.quote(head.target)} {convert} target_ov",
         f"optimum-cli export openvino --model . {convert} --trust-remote-code draft_ov_default",
         "# by default it reads the states one block late, so the layers are written into the model",
         "python - <<'END'",
@@ -100,14 +109,14 @@ def _openvino_steps(head: Served) -> list[str]:
 
 
 def _llamacpp_steps(head: Served) -> list[str]:
-    target, lines = _absolute(head.target), []
+    target, lines = shlex.quote(head.target), []
     if not Path(head.target).is_dir():
         lines = [f"hf download {target} --local-dir target"]
         target = "target"
     convert = 'PYTHONPATH="$LLAMA_CPP/gguf-py" python "$LLAMA_CPP/convert_hf_to_gguf.py"'
     kind = GGUF_TYPES.get(head.dtype, "auto")
     return [
-        ': "${LLAMA_CPP:?set LLAMA_CPP to a source tree of llama.cpp that has EAGLE-3}"',
+        LLAMA_CPP_IS_SET,
         "# the converter knows tokenizers by a hash and refuses one that it does not know",
         *lines,
         f"{convert} {target} --outtype {kind} --outfile target.gguf",
@@ -115,6 +124,10 @@ def _llamacpp_steps(head: Served) -> list[str]:
     ]
 
 
-def _absolute(target: str) -> str:
-    """A directory by its full path, since the steps run elsewhere; a Hugging Face id as it is."""
-    return shlex.quote(str(Path(target).resolve()) if Path(target).is_dir() else target)
+def script(lines: Sequence[str]) -> str:
+    """The steps as a shell script, which runs in its own directory whatever the caller's is."""
+    # Without CDPATH, in which cd would look for directories of the same name.
+    head = ["#!/bin/bash", "set -eu", "unset CDPATH"]
+    if LLAMA_CPP_IS_SET in lines:
+        head += [LLAMA_CPP_IS_SET, 'LLAMA_CPP=$(cd -- "$LLAMA_CPP" && pwd)']  # as the caller names it
+    return "\n".join([*head, 'cd -- "$(dirname -- "$0")"', *lines]) + "\n"

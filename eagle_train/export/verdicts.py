@@ -21,7 +21,7 @@ from eagle_train.export.findings import (
     Effect,
     Finding,
 )
-from eagle_train.model.layouts import AUX_IDS_KEY, EAGLE1, StoredHead, aux_layer_ids
+from eagle_train.model.layouts import AUX_IDS_KEY, EAGLE1, StoredHead, aux_layer_ids, eagle_config
 
 # vLLM's attention on a CPU knows these; on a GPU it depends on the kernel.
 VLLM_CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
@@ -76,7 +76,7 @@ def _layer_effect(stored: StoredHead, engine: str, num_layers: int | None) -> Ef
 def _layers_read(stored: StoredHead, engine: str) -> list[int] | None:
     """Entering states that the engine takes from the config's lists; None: it reads none of them."""
     top = stored.flat.get(AUX_IDS_KEY)
-    inner = (stored.flat.get("eagle_config") or {}).get(AUX_IDS_KEY)
+    inner = eagle_config(stored.flat).get(AUX_IDS_KEY)
     if engine == SGLANG:
         return [x + 1 for x in inner] if inner else None
     if engine == VLLM:  # its second runner ignores the inner list

@@ -11,16 +11,26 @@ from torch import Tensor
 
 from eagle_train.config_export import EXPORT_FORMATS
 from eagle_train.errors import InputError
-from eagle_train.export.card import CARD, SPECULATORS_FORMAT, model_card, read_run_record
+from eagle_train.export.card import CARD, SPECULATORS_FORMAT, model_card
 from eagle_train.export.check_head import head_findings
 from eagle_train.export.check_target import read_target_embedding, target_findings
-from eagle_train.export.engines import TARGET_WORD, Served, default_aux_layer_ids, serve_command, steps
+from eagle_train.export.engines import (
+    TARGET_WORD,
+    Served,
+    default_aux_layer_ids,
+    full_path,
+    script,
+    serve_command,
+    steps,
+)
 from eagle_train.export.findings import LLAMACPP, OPENVINO, SGLANG, VLLM
+from eagle_train.export.record import read_run_record
 from eagle_train.files import write_atomically, write_json
 from eagle_train.model.checkpoint import SPECIAL_TOKENS, draft_config_of, official_config
 from eagle_train.model.eagle3 import Eagle3Config
 from eagle_train.model.layouts import (
     AUX_IDS_KEY,
+    EMBEDDING,
     OFFICIAL,
     SPECULATORS,
     StoredHead,
@@ -32,7 +42,6 @@ from eagle_train.model.target import read_target_config
 NEED_TARGET = (SPECULATORS_FORMAT, OPENVINO, LLAMACPP)
 STEPS = "steps.sh"
 SPECULATORS_VERSION = "0.9.0"  # whose format is written
-EMBEDDING = "embed_tokens.weight"
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,8 +109,8 @@ def _served(
         layers = layers or default
         is_default = layers == default
     return Served(
-        draft=str(out),
-        target=target or TARGET_WORD,
+        draft=str(out.resolve()),
+        target=full_path(target or TARGET_WORD),
         layout=SPECULATORS if engine == SPECULATORS_FORMAT else OFFICIAL,
         dtype=str(dtype).removeprefix("torch."),
         aux_layer_ids=layers,
@@ -150,11 +159,6 @@ def _tensors(stored: StoredHead, config: Eagle3Config, *, always_maps: bool) -> 
     OpenVINO's converter registers both and leaves them unset where they are missing (always_maps).
     """
     tensors = {name: tensor for name, tensor in stored.tensors.items() if name not in ("d2t", "t2d")}
-    if "lm_head.weight" not in tensors:
-        raise InputError(
-            f"{stored.directory} has no lm_head.weight (the target's would be shared); it is served as it "
-            "is, and not exported"
-        )
     if config.draft_vocab_size < config.vocab_size:
         d2t = stored.tensors["d2t"].long()
         t2d = torch.zeros(config.vocab_size, dtype=torch.bool)
@@ -193,7 +197,6 @@ def _speculators_config(official: Mapping[str, Any], head: Served, target_config
     outer = ("architectures", "draft_vocab_size", "torch_dtype", "tie_word_embeddings")
     layer = {name: value for name, value in official.items() if name not in outer}
     layer["rope_parameters"] = {"rope_type": "default", "rope_theta": official["rope_theta"]}
-    target = Path(head.target)
     return {
         "architectures": ["Eagle3DraftModel"],
         "speculators_model_type": "eagle3",
@@ -220,7 +223,7 @@ def _speculators_config(official: Mapping[str, Any], head: Served, target_config
                 }
             ],
             "verifier": {
-                "name_or_path": str(target.resolve()) if target.is_dir() else head.target,
+                "name_or_path": head.target,
                 "architectures": getattr(target_config, "architectures", None) or [],
             },
         },
@@ -239,8 +242,7 @@ def _write(
         )
         write_atomically(out / CARD, lambda path: path.write_text(card, encoding="utf-8"))
         if remaining:
-            script = "\n".join(["#!/bin/bash", "set -eu", 'cd "$(dirname "$0")"', *remaining]) + "\n"
-            write_atomically(out / STEPS, lambda path: path.write_text(script, encoding="utf-8"))
+            write_atomically(out / STEPS, lambda path: path.write_text(script(remaining), encoding="utf-8"))
             (out / STEPS).chmod(0o755)
         write_json(out / "config.json", values)
     except OSError as error:

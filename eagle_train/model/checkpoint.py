@@ -6,6 +6,7 @@ The embedding is left out: engines share the target's. Default aux layers are le
 engines disagree on what an explicit id means and agree on the default.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,18 @@ from torch import Tensor
 from eagle_train.errors import InputError
 from eagle_train.files import write_atomically, write_json
 from eagle_train.model.eagle3 import Eagle3Config, Eagle3DraftHead
+from eagle_train.model.faults import (
+    MAPS,
+    layer_count_fault,
+    layer_order_fault,
+    map_fault,
+    size_faults,
+    value_fault,
+)
 from eagle_train.model.layouts import (
     AUX_IDS_KEY,
+    DEFAULT_RMS_NORM_EPS,
+    EMBEDDING,
     StoredHead,
     aux_layer_ids,
     read_stored_head,
@@ -57,8 +68,8 @@ def load_draft_head(directory: str | Path) -> Eagle3DraftHead:
     """A head from a directory in the official or the speculators layout (`model/layouts.py`), float32, weight
     for weight.
 
-    Raises InputError naming the file, each missing, surplus, misshapen or non-finite tensor, or the options
-    that our draft layer does not have.
+    Raises InputError naming the file, each missing, surplus, misshapen, non-finite or untrained tensor, or
+    the options that our draft layer does not have.
     """
     return draft_head_of(read_stored_head(directory))
 
@@ -71,57 +82,59 @@ def draft_head_of(stored: StoredHead) -> Eagle3DraftHead:
             f"{directory}: cannot be loaded for training or measuring here: {'; '.join(found)}. "
             f"`python -m eagle_train check {directory}` says which engines serve it as it is"
         )
-    head = Eagle3DraftHead(draft_config_of(stored))
+    config = draft_config_of(stored)
+    head = Eagle3DraftHead(config)
     expected = head.state_dict()
     tensors = dict(stored.tensors)
-    if head.config.draft_vocab_size == head.config.vocab_size:
-        for name in ("d2t", "t2d"):
+    if config.draft_vocab_size == config.vocab_size:
+        for name in MAPS:
             tensors.setdefault(name, expected[name])
-    # Some published heads carry the target's embedding; ours is always the target's own.
-    tensors.pop("embed_tokens.weight", None)
     if "t2d" not in tensors and "d2t" in tensors:
-        tensors |= _derived_t2d(tensors["d2t"], head.config)
-    tensors = {stored.prefixed.get(name, name): tensor for name, tensor in tensors.items()}
-    problems = [f"{name} is missing" for name in sorted(set(expected) - set(tensors))]
-    problems += [f"{name} is not part of the layout" for name in sorted(set(tensors) - set(expected))]
-    for name in sorted(set(tensors) & set(expected)):
-        tensor = tensors[name]
-        if tensor.shape != expected[name].shape:
-            problems.append(
-                f"{name} has shape {list(tensor.shape)}, the config says {list(expected[name].shape)}"
-            )
-        elif tensor.is_floating_point() and not bool(tensor.float().isfinite().all()):
-            problems.append(f"{name} holds a NaN or an infinity")
-    if problems:
+        tensors["t2d"] = _derived_t2d(tensors["d2t"], config)
+    shapes = {name: tensor.shape for name, tensor in expected.items()}
+    if EMBEDDING in tensors:
+        shapes[EMBEDDING] = torch.Size((config.vocab_size, config.hidden_size))
+    own_names = {stored.prefixed.get(name, name): tensor for name, tensor in tensors.items()}
+    if problems := _problems(own_names, shapes):
         raise InputError(f"{directory}: not a sound EAGLE-3 head: {'; '.join(problems)}")
+    # The second map is compared only where the file has one: what was derived here cannot disagree.
+    if fault := map_fault(tensors["d2t"], stored.tensors.get("t2d"), config.vocab_size):
+        raise InputError(f"{directory}: not a sound EAGLE-3 head: {fault}")
+    # Some published heads carry the target's embedding; ours is always the target's own.
+    tensors.pop(EMBEDDING, None)
     head.load_state_dict(tensors)
-    _check_maps(head, directory)
     return head
 
 
+def _problems(tensors: Mapping[str, Tensor], shapes: Mapping[str, torch.Size]) -> list[str]:
+    """Each missing, surplus, misshapen or untrained tensor, by the file's own name."""
+    problems = [f"{name} is missing" for name in sorted(set(shapes) - set(tensors))]
+    problems += [f"{name} is not part of the layout" for name in sorted(set(tensors) - set(shapes))]
+    for name in sorted(set(tensors) & set(shapes)):
+        tensor = tensors[name]
+        if tensor.shape != shapes[name]:
+            problems.append(f"{name} has shape {list(tensor.shape)}, the config says {list(shapes[name])}")
+        elif fault := value_fault(name, tensor):
+            problems.append(fault)
+    return problems
+
+
 def draft_config_of(stored: StoredHead) -> Eagle3Config:
-    """Sizes of a stored head. Raises InputError naming what its config lacks."""
-    values, path = stored.flat, stored.directory / "config.json"
-    required = ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size", "rms_norm_eps")
-    missing = [key for key in required if key not in values]
-    if missing:
-        raise InputError(f"{path} lacks {', '.join(missing)}; it is not an EAGLE-3 head's config")
-    ids = aux_layer_ids(values)
-    if ids and len(ids) != 3:
-        raise InputError(f"config.json has {AUX_IDS_KEY} {ids}; this package's heads read three layers")
-    heads = values["num_attention_heads"]
-    groups = values.get("num_key_value_heads", heads)
-    if heads % groups:
-        raise InputError(f"{path}: {heads} heads cannot share {groups} key-value heads evenly")
+    """Sizes of a stored head. Raises InputError naming what its config lacks or what contradicts itself."""
+    values = stored.flat
+    layers = (layer_count_fault(values), layer_order_fault(values))
+    if faults := [*size_faults(values), *filter(None, layers)]:
+        raise InputError(f"{stored.directory / 'config.json'}: {'; '.join(faults)}")
+    heads, ids = values["num_attention_heads"], aux_layer_ids(values)
     return Eagle3Config(
         hidden_size=values["hidden_size"],
         intermediate_size=values["intermediate_size"],
         num_attention_heads=heads,
-        num_key_value_heads=groups,
+        num_key_value_heads=values.get("num_key_value_heads", heads),
         head_dim=values.get("head_dim", values["hidden_size"] // heads),
         vocab_size=values["vocab_size"],
         draft_vocab_size=values.get("draft_vocab_size", values["vocab_size"]),
-        rms_norm_eps=values["rms_norm_eps"],
+        rms_norm_eps=values.get("rms_norm_eps", DEFAULT_RMS_NORM_EPS),
         rope_theta=rope_of(values)[0],
         max_position_embeddings=values.get("max_position_embeddings", 2048),
         aux_layer_ids=(ids[0], ids[1], ids[2]) if ids else None,
@@ -156,24 +169,9 @@ def official_config(config: Eagle3Config, dtype: str, special: dict[str, Any]) -
     }
 
 
-def _check_maps(head: Eagle3DraftHead, directory: Path) -> None:
-    """`nonzero(t2d)` must be `i + d2t[i]`: two maps that disagree accept nothing, silently."""
-    ids = head.draft_token_ids
-    in_range = bool(((ids >= 0) & (ids < head.config.vocab_size)).all())
-    if not in_range or not torch.equal(torch.nonzero(head.t2d).squeeze(1), ids.sort().values):
-        raise InputError(
-            f"{directory}: d2t and t2d disagree; d2t must hold offsets (target id = i + d2t[i]) of "
-            "the ids in t2d"
-        )
-
-
-def _derived_t2d(d2t: Tensor, config: Eagle3Config) -> dict[str, Tensor]:
-    """The second map where a file holds the first alone, as engines read no other; nothing where that is
-    out of range.
-    """
-    ids = d2t.long() + torch.arange(len(d2t))
-    if d2t.ndim != 1 or not bool(((ids >= 0) & (ids < config.vocab_size)).all()):
-        return {}
-    t2d = torch.zeros(config.vocab_size, dtype=torch.bool)
-    t2d[ids] = True
-    return {"t2d": t2d}
+def _derived_t2d(d2t_D: Tensor, config: Eagle3Config) -> Tensor:
+    """The second map where a file holds the first alone, as engines read no other."""
+    ids_D = d2t_D.flatten().long() + torch.arange(d2t_D.numel())
+    t2d_V = torch.zeros(config.vocab_size, dtype=torch.bool)
+    t2d_V[ids_D[(ids_D >= 0) & (ids_D < config.vocab_size)]] = True
+    return t2d_V

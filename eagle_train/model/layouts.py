@@ -25,7 +25,11 @@ from eagle_train.errors import InputError
 OFFICIAL, SPECULATORS = "official", "speculators"
 EAGLE1, EAGLE3 = "EAGLE-1", "EAGLE-3"
 AUX_IDS_KEY = "eagle_aux_hidden_state_layer_ids"
+EMBEDDING = "embed_tokens.weight"
 INDEX = "model.safetensors.index.json"
+DEFAULT_RMS_NORM_EPS = 1e-6  # of transformers' LlamaConfig, which engines read a config without the key with
+# A table of rotary frequencies that older transformers stored with the weights, and everybody computes.
+BUFFER = ".rotary_emb.inv_freq"
 # What torch.compile, DDP and a surrounding model put before a name.
 PREFIXES = ("_orig_mod.", "module.", "model.")
 SIZES = (
@@ -41,7 +45,7 @@ class StoredHead:
 
     config: `config.json` as it is; flat: the same as one flat dict, where speculators nests; tensors: under
     official names (EAGLE-1: its own); prefixed: the file's own name of each tensor whose prefix was taken
-    off here.
+    off here; buffers: names in the file that are no weights (`BUFFER`) and were left out.
     """
 
     directory: Path
@@ -51,11 +55,12 @@ class StoredHead:
     flat: dict[str, Any]
     tensors: dict[str, Tensor]
     prefixed: dict[str, str] = field(default_factory=dict)
+    buffers: tuple[str, ...] = ()
 
     def option(self, name: str) -> Any:
         """One of `LAYER_FLAGS`, from the flat config or its `eagle_config`; None where the file is silent."""
         value = self.flat.get(name)
-        return value if value is not None else _eagle_config(self.flat).get(name)
+        return value if value is not None else eagle_config(self.flat).get(name)
 
 
 def read_stored_head(directory: str | Path) -> StoredHead:
@@ -65,7 +70,9 @@ def read_stored_head(directory: str | Path) -> StoredHead:
     """
     directory = Path(directory)
     config = read_config_json(directory)
-    named = read_tensors(directory)
+    stored = read_tensors(directory)
+    buffers = tuple(sorted(name for name in stored if name.endswith(BUFFER)))
+    named = {name: tensor for name, tensor in stored.items() if name not in buffers}
     names = {without_prefix(name, named): name for name in named}
     tensors = {name: named[own] for name, own in names.items()}
     layout = SPECULATORS if "transformer_layer_config" in config else OFFICIAL
@@ -90,6 +97,7 @@ def read_stored_head(directory: str | Path) -> StoredHead:
         flat,
         {name: named[own] for name, own in names.items()},
         {name: own for name, own in names.items() if own.startswith(PREFIXES)},
+        buffers,
     )
 
 
@@ -193,7 +201,7 @@ def _ill_typed(flat: dict[str, Any]) -> list[str]:
     """Values that the rest of this package would stumble over, each with what it must be."""
     numbers = {"rms_norm_eps": flat.get("rms_norm_eps"), "rope_theta": flat.get("rope_theta")}
     numbers["rope_parameters"] = _rope_parameters(flat).get("rope_theta")
-    lists = {AUX_IDS_KEY: flat.get(AUX_IDS_KEY), "eagle_config": _eagle_config(flat).get(AUX_IDS_KEY)}
+    lists = {AUX_IDS_KEY: flat.get(AUX_IDS_KEY), "eagle_config": eagle_config(flat).get(AUX_IDS_KEY)}
     words = {key: flat.get(key) for key in ("architectures", "layer_types")}
     wrong = [
         f"{key} is {flat[key]!r}, not a whole number above 0"
@@ -220,7 +228,7 @@ def aux_layer_ids(flat: dict[str, Any]) -> list[int] | None:
     """
     if top := flat.get(AUX_IDS_KEY):
         return list(top)
-    inner = _eagle_config(flat).get(AUX_IDS_KEY)
+    inner = eagle_config(flat).get(AUX_IDS_KEY)
     return [x + 1 for x in inner] if inner else None
 
 
@@ -252,6 +260,17 @@ def unsupported(stored: StoredHead) -> list[str]:
     found += [f"{name} is true" for name in ("attention_bias", "mlp_bias") if flat.get(name)]
     if flat.get("num_hidden_layers", 1) != 1:
         found.append(f"num_hidden_layers is {flat['num_hidden_layers']}")
+    if flat.get("model_type") == "qwen3":
+        found.append("model_type is qwen3, whose attention norms queries and keys")
+    ids = aux_layer_ids(flat)
+    if ids is not None and len(ids) != 3:
+        found.append(f"it reads {len(ids)} aux layers {ids}, and heads here read three layers")
+    is_whole = flat.get("draft_vocab_size", flat.get("vocab_size")) == flat.get("vocab_size")
+    if is_whole and "lm_head.weight" not in stored.tensors:
+        found.append(
+            "it has no lm_head.weight and shares the target's; put that into its model.safetensors to train, "
+            "measure or export it"
+        )
     if flat.get("hidden_act", "silu") != "silu":
         found.append(f"hidden_act is {flat['hidden_act']}")
     width = flat.get("target_hidden_size")
@@ -271,7 +290,8 @@ def slides(flat: dict[str, Any]) -> bool:
     return bool(flat.get("use_sliding_window") and flat.get("sliding_window"))
 
 
-def _eagle_config(flat: dict[str, Any]) -> dict[str, Any]:
+def eagle_config(flat: dict[str, Any]) -> dict[str, Any]:
+    """The options that some publishers nest; empty where there are none."""
     values = flat.get("eagle_config")
     return values if isinstance(values, dict) else {}
 

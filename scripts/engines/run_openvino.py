@@ -76,12 +76,16 @@ def hidden_layers(target_dir: Path, draft_dir: Path) -> list[int]:
     """
     num_layers = json.loads((target_dir / "config.json").read_text())["num_hidden_layers"]
     config = json.loads((draft_dir / "config.json").read_text())
-    entered = config.get(AUX_IDS_KEY) or [2, num_layers // 2, num_layers - 3]
-    if min(entered) < 1:
+    nested = config.get("eagle_config")
+    outputs = nested.get(AUX_IDS_KEY) if isinstance(nested, dict) else None  # counted so already
+    if entered := config.get(AUX_IDS_KEY):
+        outputs = [layer - 1 for layer in entered]
+    outputs = outputs or [1, num_layers // 2 - 1, num_layers - 4]
+    if min(outputs) < 0:
         raise SystemExit(
-            f"OpenVINO cannot read aux layer {min(entered)}, the embeddings; use layers from 1 on"
+            f"OpenVINO cannot read aux layer {min(outputs) + 1}, the embeddings; use layers from 1 on"
         )
-    return [layer - 1 for layer in entered]
+    return outputs
 
 
 def set_aux_layers(model_path: Path, layers: list[int]) -> None:

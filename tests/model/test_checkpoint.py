@@ -251,7 +251,7 @@ DAMAGES: dict[str, tuple[Callable[[Tensors], Tensors], tuple[str, ...]]] = {
         lambda t: t | {"fc.weight": t["fc.weight"][:, :-1].contiguous()},
         ("fc.weight has shape [32, 95]", "[32, 96]"),
     ),
-    "ids instead of offsets": (with_absolute_ids, ("d2t and t2d disagree", "offsets")),
+    "ids instead of offsets": (with_absolute_ids, ("d2t holds absolute ids", "write offsets")),
     "maps that disagree": (with_other_t2d, ("d2t and t2d disagree",)),
 }
 
@@ -278,6 +278,7 @@ CONFIG_FAULTS = {
     "no JSON": ("{", "is not JSON"),
     "no object": ("[]", "no JSON object"),
     "no sizes": ('{"model_type": "llama"}', "lacks hidden_size"),
+    "no number of layers": (json.dumps(CONFIG | {"num_hidden_layers": None}), "lacks num_hidden_layers"),
     "four aux layers": (json.dumps(CONFIG | {IDS_KEY: [1, 2, 3, 4]}), "three layers"),
 }
 
