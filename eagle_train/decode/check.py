@@ -3,11 +3,16 @@
 import math
 from collections.abc import Sequence
 
+import torch
+from torch import Tensor
+
 from eagle_train.decode.results import Prompt
 from eagle_train.errors import InputError
 from eagle_train.model.eagle3 import Eagle3DraftHead
-from eagle_train.model.target import FrozenTarget, rope_limit
+from eagle_train.model.target import FrozenTarget, Target, rope_limit
 
+# Between a float32 table and its bf16 copy; a trained table is further away.
+EMBEDDING_TOLERANCE = 2**-7
 LOWEST_TEMPERATURE = 1e-6
 PROPOSALS = ("greedy", "sampled")
 
@@ -47,6 +52,14 @@ def check_pair(target: FrozenTarget, head: Eagle3DraftHead) -> None:
             f"the draft holds a NaN or an infinity in {', '.join(faulty[:3])}"
             f"{f' and {len(faulty) - 3} more tensors' if len(faulty) > 3 else ''}; use an earlier checkpoint"
         )
+
+
+def is_embedding_of(target: Target, own_VH: Tensor) -> bool:
+    """Whether a table that a head brings is the target's, but for the rounding of either."""
+    target_VH = target.embed(torch.arange(target.vocab_size, device=target.device)).float().cpu()
+    return own_VH.shape == target_VH.shape and torch.allclose(
+        own_VH.float(), target_VH, rtol=EMBEDDING_TOLERANCE, atol=1e-6
+    )
 
 
 def check_prompts(target: FrozenTarget, prompts: Sequence[Prompt], max_new_tokens: int) -> None:

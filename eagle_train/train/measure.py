@@ -10,7 +10,7 @@ from eagle_train.bundled import DEMO, DEMO_NAME, target_path
 from eagle_train.config import ISOLATED, TrainConfig
 from eagle_train.config_measure import MeasureConfig
 from eagle_train.decode.chain import decode_plain, measure_acceptance
-from eagle_train.decode.check import check_pair, draft_aux_layer_ids
+from eagle_train.decode.check import check_pair, draft_aux_layer_ids, is_embedding_of
 from eagle_train.decode.figures import count_different, group_figures
 from eagle_train.decode.plots import check_parent, check_plot, draw_acceptance, save_figure
 from eagle_train.decode.prompts import PromptReport, read_prompts
@@ -18,8 +18,9 @@ from eagle_train.decode.results import Prompt, PromptResult, answer_samples
 from eagle_train.errors import InputError
 from eagle_train.files import write_json
 from eagle_train.flags import parse
-from eagle_train.model.checkpoint import load_draft_head
+from eagle_train.model.checkpoint import draft_head_of
 from eagle_train.model.eagle3 import Eagle3DraftHead
+from eagle_train.model.layouts import read_stored_head
 from eagle_train.model.target import FrozenTarget, read_target_config
 from eagle_train.train.evaluate import evaluate, evaluate_sampled
 from eagle_train.train.measure_report import Expected, Measurement, Speed, as_json, format_measurement
@@ -45,11 +46,19 @@ def measure(options: MeasureConfig) -> None:
     if options.plot is not None:
         check_plot("--plot", Path(options.plot))
     set_num_threads(options.num_threads)
-    head = load_draft_head(options.draft)
+    stored = read_stored_head(options.draft)
+    head = draft_head_of(stored)
     run = with_run_options(options)
     options = replace(options, target=run.target)
     target, prompts, report = open_target_and_prompts(options, run)
     check_pair(target, head)
+    own_VH = stored.tensors.get("embed_tokens.weight")
+    if own_VH is not None and not is_embedding_of(target, own_VH):
+        raise InputError(
+            f"--draft {options.draft} has an embed_tokens.weight that is not the target's; engines "
+            "draft with it, and here the target's is used, so the figures would be another head's. Name the "
+            "target that it was trained for, or measure it in an engine"
+        )
     target.aux_layer_ids = draft_aux_layer_ids(target, head)
     head.to(target.device)
     measurement = measure_prompts(options, target, head, prompts)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from eagle_train.config import TrainConfig
+from eagle_train.decode.check import is_embedding_of
 from eagle_train.errors import InputError
 from eagle_train.export.check_target import target_findings
 from eagle_train.model.checkpoint import draft_head_of
@@ -19,8 +20,6 @@ from eagle_train.model.layouts import StoredHead, aux_layer_ids, read_stored_hea
 from eagle_train.model.target import Target, draft_config, resolve_aux_layer_ids
 
 MOST_NAMED = 5  # tokens that a note names
-# Between a float32 table and its bf16 copy; a trained table is further away.
-EMBEDDING_TOLERANCE = 2**-7
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +137,7 @@ def describe_start(
             f"these answers ({', '.join(absent[:MOST_NAMED])}{more}), which the head can never propose; "
             "--draft_vocab_size N chooses a vocabulary from these data"
         )
-    if start.embedding_VH is not None and not _is_embedding_of(target, start.embedding_VH):
+    if start.embedding_VH is not None and not is_embedding_of(target, start.embedding_VH):
         notes.append(
             f"{config.init_from} has an embed_tokens.weight of its own that is not the target's; training "
             "goes on with the target's, so the head may first draft worse than with its own"
@@ -155,12 +154,4 @@ def describe_start(
         f"{config.init_from} ({start.layout} layout); {rows}",
         {"init_from": config.init_from, "rows_kept": kept, "rows_new": new, "rows_dropped": dropped},
         tuple(notes),
-    )
-
-
-def _is_embedding_of(target: Target, own_VH: Tensor) -> bool:
-    """Whether a head's table is the target's, but for the rounding of either."""
-    target_VH = target.embed(torch.arange(target.vocab_size, device=target.device)).float().cpu()
-    return own_VH.shape == target_VH.shape and torch.allclose(
-        own_VH.float(), target_VH, rtol=EMBEDDING_TOLERANCE, atol=1e-6
     )

@@ -214,3 +214,14 @@ def test_drafts_and_prompts_that_cannot_be_used_are_refused_in_one_line(
         line = measure(place, **named).refusal()
         for word in words:
             assert word in line
+
+
+def test_a_draft_with_another_embedding_is_not_measured_with_the_target_s(
+    place: Path, tmp_path: Path, target_dir: Path
+) -> None:
+    """Engines draft with the head's own table; its bf16 copy of the target's is the target's."""
+    own_VH = load_file(target_dir / "model.safetensors")["model.embed_tokens.weight"]
+    copied = changed_draft(place, tmp_path / "copied", **{"embed_tokens.weight": own_VH.bfloat16()})
+    assert measure(place, draft=copied).code == 0
+    trained = changed_draft(place, tmp_path / "trained", **{"embed_tokens.weight": own_VH * 1.1})
+    assert "has an embed_tokens.weight that is not the target's" in measure(place, draft=trained).refusal()
