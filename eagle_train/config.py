@@ -6,6 +6,7 @@ Checks that need no data are made here; each names the value, the limit and the 
 
 import hashlib
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -164,7 +165,8 @@ class TrainConfig:
     init_from: str | None = option(
         None,
         "draft head",
-        "directory of a trained draft head (official or speculators layout) to train on; none: a fresh one",
+        "local directory of a trained draft head (official or speculators layout) to train on; none: a fresh "
+        "one",
     )
     draft_vocab_size: int | None = option(
         None,
@@ -245,6 +247,8 @@ class TrainConfig:
         return self.bucket_granularity or min(1024, self.training_seq_len)
 
     def __post_init__(self) -> None:
+        if self.init_from is not None:  # one spelling, because --resume compares it with the recorded one
+            object.__setattr__(self, "init_from", str(Path(os.path.expanduser(self.init_from))))
         check_counts(self, COUNTS)
         for name in ("warmup_ratio", "min_lr_ratio", "eval_fraction"):
             if not 0 <= getattr(self, name) <= 1:

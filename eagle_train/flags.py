@@ -19,6 +19,7 @@ from eagle_train.errors import InputError
 
 Config = TypeVar("Config")
 Other = TypeVar("Other")
+NONE = "none"  # of an optional option, on the command line and in YAML: as if it were not named
 Fields = tuple["dataclasses.Field[Any]", ...]
 
 
@@ -47,8 +48,16 @@ def _read(fields: Fields, args: Sequence[str], command: str, description: str) -
     flags = vars(_parser(fields, command, description).parse_args(list(args)))
     config_path = flags.pop("config", None)
     values = _read_yaml(fields, Path(config_path)) if config_path else {}
-    # argparse gives lists; tuples keep the dataclass immutable.
-    return values | {key: tuple(value) if isinstance(value, list) else value for key, value in flags.items()}
+    return values | {key: _of_flag(key, value) for key, value in flags.items()}
+
+
+def _of_flag(name: str, value: Any) -> Any:
+    """A flag's value as the dataclass has it: argparse gives lists, and tuples keep it immutable."""
+    if not isinstance(value, list):
+        return value
+    if None in value and len(value) > 1:
+        raise InputError(f"--{name} names none beside other values; name none alone, or leave it out")
+    return None if None in value else tuple(value)
 
 
 def _read_yaml(known: Fields, path: Path) -> dict[str, Any]:
@@ -69,9 +78,9 @@ def _read_yaml(known: Fields, path: Path) -> dict[str, Any]:
 
 
 def _checked(where: str, f: "dataclasses.Field[Any]", value: Any) -> Any:
-    """A YAML value in the field's type; a single value stands for a list of one."""
+    """A YAML value in the field's type; a single value stands for a list of one, the word none for null."""
     base, many, optional = _shape(f.type)
-    if value is None and optional:
+    if optional and value in (None, NONE):
         return None
     items = value if many and isinstance(value, list) else [value]
     if base is float:
@@ -111,7 +120,7 @@ def _or_none(base: Callable[[str], Any]) -> Callable[[str], Any]:
     """`none` on the command line takes back what a config file names."""
 
     def parse_value(text: str) -> Any:
-        return None if text == "none" else base(text)
+        return None if text == NONE else base(text)
 
     parse_value.__name__ = base.__name__  # argparse shows it: "invalid int value"
     return parse_value
@@ -165,7 +174,7 @@ def _parser(fields: Fields, command: str, description: str) -> argparse.Argument
             extra |= {"type": parse_value, "nargs": "?", "const": True}
         else:
             # A repeated list flag adds to the list: replacing would lose files without a word.
-            extra |= {"type": _or_none(base) if optional and not many else base}
+            extra |= {"type": _or_none(base) if optional else base}
             extra |= {"nargs": "+", "action": "extend"} if many else {}
         shown = "" if default in (None, "") else f" [{default}]"
         flag = f"--{f.name}"

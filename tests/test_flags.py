@@ -1,9 +1,12 @@
 """How flags, YAML and the demo's own options come together."""
 
+from pathlib import Path
+
 import pytest
 
 from eagle_train.__main__ import with_demo_config
 from eagle_train.config import TrainConfig
+from eagle_train.errors import InputError
 from eagle_train.flags import parse
 
 
@@ -36,6 +39,21 @@ def test_a_target_data_or_config_of_the_users_own_sets_the_demos_options_aside()
     assert with_demo_config(["--target=t", "--data", "a.jsonl"]) == ["--target=t", "--data", "a.jsonl"]
     assert with_demo_config(["--config", "x.yaml"]) == ["--config", "x.yaml"]
     assert with_demo_config([])[0] == "--config"
+
+
+def test_none_is_the_same_word_in_yaml(tmp_path: Path) -> None:
+    names = ("init_from", "draft_vocab_size", "aux_layer_ids", "torch_compile", "learning_rate", "max_steps")
+    path = tmp_path / "c.yaml"
+    path.write_text("".join(f"{name}: none\n" for name in (*names, "packing")))
+    config = parsed(["--config", str(path)])
+    assert [getattr(config, name) for name in names] == [None] * len(names)
+    assert config.packing == "none"
+    path.write_text("aux_layer_ids: [2, 4, 5]\ninit_from: w1/\n")
+    assert parsed(["--config", str(path)]).aux_layer_ids == (2, 4, 5)
+    flags = ["--config", str(path), "--aux_layer_ids", "none", "--init_from", "none"]
+    assert (parsed(flags).aux_layer_ids, parsed(flags).init_from) == (None, None)
+    with pytest.raises(InputError, match="--aux_layer_ids names none beside other values"):
+        parsed(["--aux_layer_ids", "1", "none", "3"])
 
 
 def test_none_takes_back_what_the_config_names() -> None:

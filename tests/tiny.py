@@ -1,5 +1,6 @@
 """A tiny random target with a tokenizer and a chat template, as an object and as a directory on disk."""
 
+import json
 from pathlib import Path
 
 import torch
@@ -46,3 +47,14 @@ def write_target(directory: Path, model_type: str = "llama", template: str = OWN
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
     return directory
+
+
+def swap_tokens(path: Path) -> None:
+    """The same tokens under each other's ids, special ones apart."""
+    values = json.loads(path.read_text())
+    special = {token["content"] for token in values["added_tokens"]}
+    vocabulary = values["model"]["vocab"]
+    names = [name for name in vocabulary if name not in special]
+    swapped = zip(names, reversed(names), strict=True)
+    vocabulary |= {name: vocabulary[other] for name, other in list(swapped)}
+    path.write_text(json.dumps(values))

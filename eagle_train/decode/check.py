@@ -13,6 +13,7 @@ from eagle_train.model.target import FrozenTarget, Target, rope_limit
 
 # Between a float32 table and its bf16 copy; a trained table is further away.
 EMBEDDING_TOLERANCE = 2**-7
+EMBEDDING_ROWS = 4096  # compared at a time, so that a table is never copied whole
 LOWEST_TEMPERATURE = 1e-6
 PROPOSALS = ("greedy", "sampled")
 
@@ -56,9 +57,16 @@ def check_pair(target: FrozenTarget, head: Eagle3DraftHead) -> None:
 
 def is_embedding_of(target: Target, own_VH: Tensor) -> bool:
     """Whether a table that a head brings is the target's, but for the rounding of either."""
-    target_VH = target.embed(torch.arange(target.vocab_size, device=target.device)).float().cpu()
-    return own_VH.shape == target_VH.shape and torch.allclose(
-        own_VH.float(), target_VH, rtol=EMBEDDING_TOLERANCE, atol=1e-6
+    if len(own_VH) != target.vocab_size:
+        return False
+    ids_V = torch.arange(target.vocab_size, device=target.device)
+    chunks = zip(ids_V.split(EMBEDDING_ROWS), own_VH.split(EMBEDDING_ROWS), strict=True)
+    return all(_are_close(own_RH, target.embed(ids_R).cpu()) for ids_R, own_RH in chunks)
+
+
+def _are_close(own_RH: Tensor, target_RH: Tensor) -> bool:
+    return own_RH.shape == target_RH.shape and torch.allclose(
+        own_RH.float(), target_RH.float(), rtol=EMBEDDING_TOLERANCE, atol=1e-6
     )
 
 

@@ -95,7 +95,12 @@ def _training(record: RunRecord) -> list[str]:
             lines[0] += f"; {share:.1%} of the first answers' tokens are the target's own arg-max"
     if options.get("eval_data"):
         lines.append(f"Held out: {', '.join(f'`{name}`' for name in options['eval_data'])}")
-    shown = [f"`--{name} {options[name]}`" for name in SHOWN_OPTIONS if options.get(name) is not None]
+    digest = f" (sha256 of its weights: {record.start_digest}...)" if record.start_digest else ""
+    shown = [
+        f"`--{name} {options[name]}`{digest if name == 'init_from' else ''}"
+        for name in SHOWN_OPTIONS
+        if options.get(name) is not None
+    ]
     return ["## Training", ".\n\n".join(lines) + ".", "Options: " + ", ".join(shown) + "."]
 
 

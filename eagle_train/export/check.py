@@ -9,6 +9,7 @@ from eagle_train.export.check_head import head_findings
 from eagle_train.export.check_target import read_target_embedding, target_findings
 from eagle_train.export.engines import default_aux_layer_ids
 from eagle_train.export.findings import ENGINES, Effect, Finding
+from eagle_train.export.record import read_run_record
 from eagle_train.export.verdicts import engine_verdicts
 from eagle_train.model.layouts import EAGLE1, StoredHead, aux_layer_ids, read_stored_head
 from eagle_train.model.target import read_target_config
@@ -49,7 +50,7 @@ class CheckReport:
 def check_draft_head(directory: str | Path, target: str | None = None) -> CheckReport:
     """Look at a head in any published layout, and at what it must share with its target where one is named.
 
-    Raises InputError where head or target cannot be read at all.
+    Raises InputError where head, target or the record beside the head cannot be read at all.
     """
     stored = read_stored_head(directory)
     findings = head_findings(stored) + config_findings(stored)
@@ -59,7 +60,7 @@ def check_draft_head(directory: str | Path, target: str | None = None) -> CheckR
         num_layers = target_config.num_hidden_layers
         has_embedding = "embed_tokens.weight" in stored.tensors
         embedding = read_target_embedding(target) if has_embedding else None
-        findings += target_findings(stored, target_config, embedding)
+        findings += target_findings(stored, target_config, embedding, read_run_record(stored.directory))
     verdicts = engine_verdicts(stored, findings, num_layers)
     return CheckReport(stored, target, num_layers, tuple(findings), verdicts)
 

@@ -1,5 +1,6 @@
 """What a draft head and the target that it is served with must have in common."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ from torch import Tensor
 from transformers.utils.hub import cached_file
 
 from eagle_train.errors import InputError
+from eagle_train.export.engines import default_aux_layer_ids
 from eagle_train.export.findings import (
     BY_SOURCE,
     REFUSED,
@@ -19,6 +21,7 @@ from eagle_train.export.findings import (
     everywhere,
     of_engines,
 )
+from eagle_train.export.record import RunRecord
 from eagle_train.model.layouts import EAGLE1, INDEX, StoredHead, aux_layer_ids, read_weight_map, rope_of
 
 # How families call the token embedding; what stands before differs.
@@ -26,13 +29,15 @@ EMBEDDING_NAMES = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight"
 TRAINED_COSINE = 0.9  # mean cosine of rows with the target's, below which they are not the target's at all
 
 
-def target_findings(stored: StoredHead, target_config: Any, embedding_VH: Tensor | None) -> list[Finding]:
+def target_findings(
+    stored: StoredHead, target_config: Any, embedding_VH: Tensor | None, record: RunRecord
+) -> list[Finding]:
     """Every mismatch with the target. target_config: its text config; embedding_VH: its token embedding,
-    asked for where the head has one of its own.
+    asked for where the head has one of its own; record: beside the head.
     """
     found = _size_findings(stored, target_config) + _rope_findings(stored, target_config)
     if stored.algorithm != EAGLE1:
-        found += _aux_findings(stored, target_config.num_hidden_layers)
+        found += _aux_findings(stored, target_config.num_hidden_layers, record)
     own = stored.tensors.get("embed_tokens.weight")
     if own is not None and embedding_VH is not None:
         found += _embedding_findings(own, embedding_VH)
@@ -74,11 +79,11 @@ def _rope_findings(stored: StoredHead, target_config: Any) -> list[Finding]:
     return found
 
 
-def _aux_findings(stored: StoredHead, num_layers: int) -> list[Finding]:
+def _aux_findings(stored: StoredHead, num_layers: int, record: RunRecord) -> list[Finding]:
     ids = aux_layer_ids(stored.flat)
     if ids is None:
         if num_layers >= 7:
-            return []
+            return _record_findings(default_aux_layer_ids(num_layers), record)
         why = f"the default aux layers of a target with {num_layers} layers coincide"
         effects = everywhere(
             WRONG,
@@ -92,7 +97,13 @@ def _aux_findings(stored: StoredHead, num_layers: int) -> list[Finding]:
     if not all(0 <= layer_id < num_layers for layer_id in ids):
         why = f"aux layers {ids} lie outside the target's {num_layers} layers"
         return [Finding(why, True, everywhere(REFUSED, f"{why}, {BY_SOURCE}"))]
-    return []
+    return _record_findings(ids, record)
+
+
+def _record_findings(read: Sequence[int], record: RunRecord) -> list[Finding]:
+    """A config is silent where the layers are the default of the target that was trained for."""
+    why = record.layers_fault(read)
+    return [Finding(f"{why}; it belongs to another target", True, everywhere(WRONG, why))] if why else []
 
 
 def _embedding_findings(own_VH: Tensor, target_VH: Tensor) -> list[Finding]:

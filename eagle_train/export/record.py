@@ -12,6 +12,7 @@ import yaml
 
 from eagle_train.bundled import target_path
 from eagle_train.errors import InputError
+from eagle_train.export.engines import full_path
 
 RUN_CONFIG, METRICS = "run_config.yaml", "metrics.jsonl"
 # What of a run's options tells how a head came about.
@@ -19,6 +20,7 @@ SHOWN_OPTIONS = (
     "init_from", "ttt_steps", "training_seq_len", "packing", "num_epochs", "max_steps", "learning_rate",
     "weight_decay", "step_decay", "dtype", "seed",
 )  # fmt: skip
+START_DIGEST = "weights_sha256"  # of a start event's warm_start: first digits over the files of --init_from
 OWN_KEYS = {"ttt_steps", "training_seq_len", "bucket_granularity"}  # of every run's options here
 
 
@@ -45,6 +47,35 @@ class RunRecord:
         if not isinstance(name, str) or not name.strip():
             raise InputError(f"{self.path}: target is {name!r}, not a name; name the target with --target")
         return target_path(name)
+
+    def other_target(self, name: str) -> str | None:
+        """The recorded target where it is another one than `name`; None too where none, or no name, is
+        recorded.
+        """
+        try:
+            own = self.target
+        except InputError:
+            return None
+        return own if own is not None and full_path(own) != full_path(target_path(name)) else None
+
+    def layers_fault(self, read: Sequence[int]) -> str | None:
+        """Why the aux layers that would be read are not those that the head was trained on; None where they
+        are, or no layers are recorded.
+        """
+        own = self.options.get("aux_layer_ids")
+        if own is None or list(own) == list(read):
+            return None
+        return (
+            f"the head was trained on aux layers {' '.join(map(str, own))}, as {self.path} says, and here "
+            f"{' '.join(map(str, read))} would be read"
+        )
+
+    @property
+    def start_digest(self) -> str | None:
+        """Of the weights that the head started from; None where it started afresh or none is recorded."""
+        warm_start = self.last("start").get("warm_start")
+        digest = warm_start.get(START_DIGEST) if isinstance(warm_start, dict) else None
+        return digest if isinstance(digest, str) else None
 
     @property
     def is_ours(self) -> bool:

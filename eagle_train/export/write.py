@@ -24,7 +24,7 @@ from eagle_train.export.engines import (
     steps,
 )
 from eagle_train.export.findings import LLAMACPP, OPENVINO, SGLANG, VLLM
-from eagle_train.export.record import read_run_record
+from eagle_train.export.record import RunRecord, read_run_record
 from eagle_train.files import write_atomically, write_json
 from eagle_train.model.checkpoint import SPECIAL_TOKENS, draft_config_of, official_config
 from eagle_train.model.eagle3 import Eagle3Config
@@ -73,7 +73,7 @@ def export_draft_head(draft: str | Path, engine: str, out: str | Path, target: s
         raise InputError(f"--to {engine} needs the target's config and weights; name it with --target")
     stored = read_stored_head(draft)
     target_config = read_target_config(target) if target else None
-    config = _fitted_config(stored, target, target_config, engine)
+    config = _fitted_config(stored, target, target_config, record, engine)
     tensors = _tensors(stored, config, always_maps=engine == OPENVINO)
     served = _served(out, engine, config, tensors["fc.weight"].dtype, target, target_config)
     special = {
@@ -126,7 +126,9 @@ def _check_out(draft: Path, out: Path) -> None:
         raise InputError(f"--out {out} is not empty{own}; name another directory")
 
 
-def _fitted_config(stored: StoredHead, target: str | None, target_config: Any, engine: str) -> Eagle3Config:
+def _fitted_config(
+    stored: StoredHead, target: str | None, target_config: Any, record: RunRecord, engine: str
+) -> Eagle3Config:
     """The head's sizes, once it is sound, fits the target and has nothing that the engine cannot honour; the
     position limit becomes the target's.
     """
@@ -142,7 +144,7 @@ def _fitted_config(stored: StoredHead, target: str | None, target_config: Any, e
     findings = head_findings(stored)
     if target is not None and target_config is not None:
         embedding = read_target_embedding(target) if EMBEDDING in stored.tensors else None
-        findings += target_findings(stored, target_config, embedding)
+        findings += target_findings(stored, target_config, embedding, record)
     if faults := [finding.text for finding in findings if finding.is_fault]:
         raise InputError(f"{where}: cannot be exported --to {engine}: {'; '.join(faults)}")
     if engine in (SGLANG, OPENVINO) and config.aux_layer_ids and config.aux_layer_ids[0] < 1:

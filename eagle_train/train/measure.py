@@ -4,7 +4,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from eagle_train.bundled import DEMO, DEMO_NAME, target_path
 from eagle_train.config import ISOLATED, TrainConfig
@@ -16,6 +15,7 @@ from eagle_train.decode.plots import check_parent, check_plot, draw_acceptance, 
 from eagle_train.decode.prompts import PromptReport, read_prompts
 from eagle_train.decode.results import Prompt, PromptResult, answer_samples
 from eagle_train.errors import InputError
+from eagle_train.export.record import RunRecord, read_run_record
 from eagle_train.files import write_json
 from eagle_train.flags import parse
 from eagle_train.model.checkpoint import draft_head_of
@@ -25,15 +25,17 @@ from eagle_train.model.target import FrozenTarget, read_target_config
 from eagle_train.train.evaluate import evaluate, evaluate_sampled
 from eagle_train.train.measure_report import Expected, Measurement, Speed, as_json, format_measurement
 from eagle_train.train.output import RUN_CONFIG
-from eagle_train.train.prepare import choose_device, choose_dtype, load_tokenizer, open_target
+from eagle_train.train.prepare import (
+    check_tokenizer,
+    choose_device,
+    choose_dtype,
+    load_tokenizer,
+    open_target,
+)
 from eagle_train.train.threads import set_num_threads
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 WALK_GRANULARITY = 64  # tokens; lengths of the chain walk's batches, which run eager
 WARM_TOKENS = 8  # decoded before the clock runs
-RENAMED_SHARE = 0.01  # of a vocabulary; fine-tuned targets give reserved tokens names
 ANY_LAYERS = (0, 1, 2)  # read until the target is known to have the draft's
 
 
@@ -50,7 +52,8 @@ def measure(options: MeasureConfig) -> None:
     head = draft_head_of(stored)
     run = with_run_options(options)
     options = replace(options, target=run.target)
-    target, prompts, report = open_target_and_prompts(options, run)
+    record = read_run_record(stored.directory)
+    target, prompts, report = open_target_and_prompts(options, run, record)
     check_pair(target, head)
     own_VH = stored.tensors.get("embed_tokens.weight")
     if own_VH is not None and not is_embedding_of(target, own_VH):
@@ -60,6 +63,8 @@ def measure(options: MeasureConfig) -> None:
             "target that it was trained for, or measure it in an engine"
         )
     target.aux_layer_ids = draft_aux_layer_ids(target, head)
+    if fault := record.layers_fault(target.aux_layer_ids):
+        raise InputError(f"--draft {options.draft}: {fault}; use the target that the draft was trained for")
     head.to(target.device)
     measurement = measure_prompts(options, target, head, prompts)
     print(format_measurement(options, target, report, len(prompts), measurement))
@@ -71,9 +76,11 @@ def measure(options: MeasureConfig) -> None:
 
 
 def open_target_and_prompts(
-    options: MeasureConfig, run: TrainConfig
+    options: MeasureConfig, run: TrainConfig, record: RunRecord
 ) -> tuple[FrozenTarget, list[Prompt], PromptReport]:
-    """What the head is measured with; cheap checks first. run: from `with_run_options`."""
+    """What the head is measured with; cheap checks first. run: from `with_run_options`; record:
+    beside the head.
+    """
     assert run.target is not None
     is_demo = run.target == DEMO_NAME
     name = target_path(run.target)
@@ -82,7 +89,7 @@ def open_target_and_prompts(
         raise InputError("no prompts; name a JSONL file with --prompts")
     read_target_config(name, options.trust_remote_code)  # says clearly what is not there
     tokenizer = load_tokenizer(name, run)
-    check_tokenizer(options.draft, run, tokenizer)
+    check_tokenizer(f"--draft {options.draft}", record, run.target, tokenizer)
     prompts, report = read_prompts(
         paths,
         tokenizer,
@@ -125,27 +132,6 @@ def saved_run_options(draft: str) -> TrainConfig | None:
     if not path.is_file():
         return None
     return parse(TrainConfig, ["--config", str(path)], command="measure", description="")
-
-
-def check_tokenizer(draft: str, run: TrainConfig, tokenizer: "PreTrainedTokenizerBase") -> None:
-    """Refuse, with InputError, a target that writes text in other tokens than the one that the draft's run
-    names. Not checked where no run says, or where that target is not at hand.
-    """
-    saved = saved_run_options(draft)
-    if saved is None or saved.mock_target or (saved.target or DEMO_NAME) == run.target:
-        return
-    try:
-        own = load_tokenizer(target_path(saved.target or DEMO_NAME), TrainConfig())
-    except InputError:
-        return
-    vocabulary, own_vocabulary = tokenizer.get_vocab(), own.get_vocab()
-    different = [token for token, index in own_vocabulary.items() if vocabulary.get(token) != index]
-    if len(different) > RENAMED_SHARE * len(own_vocabulary):
-        raise InputError(
-            f"the draft was trained with the tokenizer of {saved.target or DEMO_NAME}, and {run.target} has "
-            f"{len(different):,} of its {len(own_vocabulary):,} tokens not or under another id, such as "
-            f"{different[0]!r}; use the target that the draft was trained for"
-        )
 
 
 def measure_prompts(

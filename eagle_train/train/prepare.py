@@ -15,6 +15,7 @@ from eagle_train.config import ISOLATED, TrainConfig
 from eagle_train.data.collator import BucketingCollator
 from eagle_train.data.samples import Sample
 from eagle_train.errors import InputError
+from eagle_train.export.record import RunRecord
 from eagle_train.model.eagle3 import Eagle3DraftHead
 from eagle_train.model.mock_target import MockTarget, mock_config, parse_mock_target
 from eagle_train.model.target import (
@@ -32,6 +33,7 @@ from eagle_train.train.splits import PreparedData, prepare_data
 from eagle_train.train.warm_start import StartHead, WarmStart, describe_start, read_start_head, warm_head
 
 MOCK_TARGET_NAME = "random features"
+RENAMED_SHARE = 0.01  # of a vocabulary; fine-tuned targets give reserved tokens names
 OWN_TOKEN_ROWS = 4096  # tokens on which the share of the target's own ones is taken at start
 
 
@@ -99,6 +101,9 @@ def prepare(
     named_layers = start.aux_layer_ids if start else config.aux_layer_ids
     aux_layer_ids = resolve_aux_layer_ids(source.config.num_hidden_layers, named_layers)
     tokenizer = None if config.mock_data else load_tokenizer(source.name, config)
+    if start and tokenizer:
+        named = config.target or DEMO_NAME
+        check_tokenizer(f"--init_from {config.init_from}", start.record, named, tokenizer)
     data = prepare_data(config, tokenizer, source.vocab_size, source.max_positions)
     target = open_target(source.name, config, device, dtype, aux_layer_ids)
     head, coverage, warm_start = make_draft_head(target, tokenizer, data.train_samples, config, start)
@@ -208,6 +213,30 @@ def load_tokenizer(target_name: str, config: TrainConfig) -> PreTrainedTokenizer
         except UnicodeDecodeError as error:
             raise InputError(f"--chat_template {path} is not UTF-8 text; save it as such") from error
     return tokenizer
+
+
+def check_tokenizer(
+    head: str, record: RunRecord, target_name: str, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """Refuse, with InputError, a target that writes text in other tokens than the one that the run beside a
+    head names. Not checked where no run says, or where that target is not at hand. head: as the error names
+    it.
+    """
+    trained_for = record.other_target(target_name)
+    if trained_for is None:
+        return
+    try:
+        own = load_tokenizer(trained_for, TrainConfig())
+    except InputError:
+        return
+    vocabulary, own_vocabulary = tokenizer.get_vocab(), own.get_vocab()
+    different = [token for token, index in own_vocabulary.items() if vocabulary.get(token) != index]
+    if len(different) > RENAMED_SHARE * len(own_vocabulary):
+        raise InputError(
+            f"{head} was trained with the tokenizer of {trained_for}, and {target_name} has "
+            f"{len(different):,} of its {len(own_vocabulary):,} tokens not or under another id, such as "
+            f"{different[0]!r}; use the target that the draft was trained for"
+        )
 
 
 def make_draft_head(

@@ -2,6 +2,7 @@
 another draft vocabulary moves them by token.
 """
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,27 +11,35 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from eagle_train.bundled import DEMO_NAME
 from eagle_train.config import TrainConfig
 from eagle_train.decode.check import is_embedding_of
 from eagle_train.errors import InputError
 from eagle_train.export.check_target import target_findings
+from eagle_train.export.record import START_DIGEST, RunRecord, read_run_record
 from eagle_train.model.checkpoint import draft_head_of
 from eagle_train.model.eagle3 import Eagle3DraftHead
-from eagle_train.model.layouts import StoredHead, aux_layer_ids, read_stored_head
+from eagle_train.model.layouts import StoredHead, aux_layer_ids, read_stored_head, weight_files
 from eagle_train.model.target import Target, draft_config, resolve_aux_layer_ids
 
 MOST_NAMED = 5  # tokens that a note names
+DIGEST_DIGITS = 12
+HASHED_BYTES = 2**20  # read at a time
 
 
 @dataclass(frozen=True, slots=True)
 class StartHead:
-    """A head as it was stored: float32, on the CPU. embedding_VH: its own table, where it brings one."""
+    """A head as it was stored: float32, on the CPU. embedding_VH: its own table, where it brings one; record:
+    of the run beside it; digest: of the weights of --init_from, as they were when the run began.
+    """
 
     directory: Path
     layout: str
     head: Eagle3DraftHead
     aux_layer_ids: tuple[int, int, int]
     embedding_VH: Tensor | None
+    record: RunRecord
+    digest: str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,12 +63,19 @@ def read_start_head(config: TrainConfig, target_name: str, target_config: Any) -
         return None
     directory = Path(config.output_dir if config.resume else config.init_from)
     flag = "--resume" if config.resume else "--init_from"
+    if not (config.resume or directory.is_dir()):
+        remedy = "name its directory" if directory.is_file() else "a published head is downloaded first"
+        raise InputError(
+            f"--init_from {directory} is no directory here; it must be a local directory that holds a "
+            f"trained draft head (config.json and .safetensors files); {remedy}"
+        )
     try:
         stored = read_stored_head(directory)
         head = draft_head_of(stored)
+        record = read_run_record(directory)
     except InputError as error:
         raise InputError(f"{flag}: {error}") from error
-    if faults := _mismatches(stored, target_config):
+    if faults := _mismatches(stored, target_config, record):
         raise InputError(
             f"{flag} {directory} does not fit the target {target_name}: {'; '.join(faults)}. Name the target "
             "that the head was trained for, or another head"
@@ -72,17 +88,28 @@ def read_start_head(config: TrainConfig, target_name: str, target_config: Any) -
         if named is not None and named != own:
             raise InputError(
                 f"--{option} is {_words(named)}, but the head in {flag} {directory} has {_words(own)}; drop "
-                f"--{option}, or start without --init_from"
+                f"--{option} (--{option} none, where a config file names it), or start without --init_from"
             )
     embedding_VH = stored.tensors.get("embed_tokens.weight")
-    return StartHead(directory, stored.layout, head, layers, embedding_VH)
+    digest = record.start_digest if config.resume else weights_digest(directory)
+    return StartHead(directory, stored.layout, head, layers, embedding_VH, record, digest)
 
 
-def _mismatches(stored: StoredHead, target_config: Any) -> list[str]:
+def weights_digest(directory: Path) -> str:
+    """First hex digits of the SHA-256 over a head's safetensors files, in the order of their names."""
+    digest = hashlib.sha256()
+    for path in weight_files(directory):
+        with path.open("rb") as file:
+            while block := file.read(HASHED_BYTES):
+                digest.update(block)
+    return digest.hexdigest()[:DIGEST_DIGITS]
+
+
+def _mismatches(stored: StoredHead, target_config: Any, record: RunRecord) -> list[str]:
     """Faults beside the target, without the position limit, because the head gets the target's."""
     limit = getattr(target_config, "max_position_embeddings", None)
     flat = stored.flat | {"max_position_embeddings": limit}
-    findings = target_findings(replace(stored, flat=flat), target_config, None)
+    findings = target_findings(replace(stored, flat=flat), target_config, None, record)
     faults = [finding.text for finding in findings if finding.is_fault]
     layers = aux_layer_ids(stored.flat)
     if layers and sorted(set(layers)) != layers:
@@ -129,7 +156,8 @@ def describe_start(
 ) -> WarmStart:
     """What is taken over. absent: supervised special and closing tokens that the vocabulary lacks."""
     assert config.init_from is not None
-    notes = []
+    digest = {START_DIGEST: start.digest} if start.digest else {}
+    notes = _pair_notes(start, config, target)
     if absent:
         more = f" and {len(absent) - MOST_NAMED} more" if len(absent) > MOST_NAMED else ""
         notes.append(
@@ -137,21 +165,45 @@ def describe_start(
             f"these answers ({', '.join(absent[:MOST_NAMED])}{more}), which the head can never propose; "
             "--draft_vocab_size N chooses a vocabulary from these data"
         )
-    if start.embedding_VH is not None and not is_embedding_of(target, start.embedding_VH):
-        notes.append(
-            f"{config.init_from} has an embed_tokens.weight of its own that is not the target's; training "
-            "goes on with the target's, so the head may first draft worse than with its own"
-        )
     if config.resume:
         text = f"{config.init_from}; the run goes on from its saved state"
-        return WarmStart(text, {"init_from": config.init_from}, tuple(notes))
+        return WarmStart(text, {"init_from": config.init_from, **digest}, tuple(notes))
     kept = int(torch.isin(draft_token_ids, start.head.draft_token_ids).sum())
     new, dropped = len(draft_token_ids) - kept, start.head.config.draft_vocab_size - kept
     rows = f"{kept:,} rows of the draft vocabulary kept, {new:,} new"
     rows += " (they start as the target's)" if new else ""
     rows += f", {dropped:,} dropped" if dropped else ""
+    if new or dropped:
+        notes.append(
+            f"--draft_vocab_size {config.draft_vocab_size} chose a vocabulary from these data, with {new:,} "
+            f"tokens that {config.init_from} lacks and without {dropped:,} of its own; --draft_vocab_size "
+            "none keeps the head's own vocabulary"
+        )
     return WarmStart(
         f"{config.init_from} ({start.layout} layout); {rows}",
-        {"init_from": config.init_from, "rows_kept": kept, "rows_new": new, "rows_dropped": dropped},
+        {
+            "init_from": config.init_from,
+            **digest,
+            "rows_kept": kept,
+            "rows_new": new,
+            "rows_dropped": dropped,
+        },
         tuple(notes),
     )
+
+
+def _pair_notes(start: StartHead, config: TrainConfig, target: Target) -> list[str]:
+    """What head and target do not share, and may legitimately not."""
+    notes = []
+    named = config.target or DEMO_NAME
+    if not config.mock_data and (other := start.record.other_target(named)):
+        notes.append(
+            f"{config.init_from} was trained for {other}, not for {named}: right if the one is fine-tuned "
+            "from the other; the validation at step 0 tells how well it drafts"
+        )
+    if start.embedding_VH is not None and not is_embedding_of(target, start.embedding_VH):
+        notes.append(
+            f"{config.init_from} has an embed_tokens.weight of its own that is not the target's; training "
+            "goes on with the target's, so the head may first draft worse than with its own"
+        )
+    return notes

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from eagle_train.decode.chain import decode_plain, measure_acceptance
-from eagle_train.decode.check import check_pair, draft_aux_layer_ids
+from eagle_train.decode.check import check_pair, draft_aux_layer_ids, is_embedding_of
 from eagle_train.decode.results import Prompt
 from eagle_train.errors import InputError
 from eagle_train.model.eagle3 import Eagle3Config, Eagle3DraftHead
@@ -63,6 +63,32 @@ def test_a_draft_with_a_nan_is_refused_with_the_tensors_name(target: FrozenTarge
         head.midlayer.mlp.up_proj.weight[3, 4] = float("nan")
     with pytest.raises(InputError, match=r"a NaN or an infinity in midlayer\.mlp\.up_proj\.weight;"):
         measure_acceptance(target, head, [PROMPT], progress=False)
+
+
+def test_embeddings_are_compared_in_chunks_up_to_the_first_difference(
+    target: FrozenTarget, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("eagle_train.decode.check.EMBEDDING_ROWS", 10)
+    own_VH = target.embed(torch.arange(96)).clone()
+    embed, asked_for = target.embed, list[list[int]]()
+
+    def counted(ids: torch.Tensor) -> torch.Tensor:
+        asked_for.append(ids.tolist())
+        return embed(ids)
+
+    monkeypatch.setattr(target, "embed", counted)
+    assert is_embedding_of(target, own_VH)
+    assert is_embedding_of(target, own_VH.bfloat16())
+    assert max(map(len, asked_for)) == 10
+    assert [token for ids in asked_for for token in ids] == [*range(96)] * 2
+    for row, chunks in ((95, 10), (12, 2)):
+        asked_for.clear()
+        changed = own_VH.clone()
+        changed[row] += 1
+        assert not is_embedding_of(target, changed)
+        assert len(asked_for) == chunks
+    assert not is_embedding_of(target, own_VH[:95])
+    assert not is_embedding_of(target, own_VH[:, :16])
 
 
 @pytest.mark.parametrize(

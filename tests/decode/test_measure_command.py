@@ -20,7 +20,7 @@ from eagle_train.model.target import load_target
 from tests.commands import Outcome, run, write_jsonl
 from tests.data.templates import EMPTY, make_tokenizer
 from tests.documents import documents_of, fitted_head, with_own_tokens
-from tests.tiny import write_target
+from tests.tiny import swap_tokens, write_target
 
 NUM_DRAFTED = 3
 PROMPTS = [
@@ -179,17 +179,6 @@ def test_bad_options_are_refused_in_one_line(place: Path, flag: str) -> None:
         assert word in line
 
 
-def swap_tokens(path: Path) -> None:
-    """The same tokens under each other's ids, special ones apart."""
-    values = json.loads(path.read_text())
-    special = {token["content"] for token in values["added_tokens"]}
-    vocabulary = values["model"]["vocab"]
-    names = [name for name in vocabulary if name not in special]
-    swapped = zip(names, reversed(names), strict=True)
-    vocabulary |= {name: vocabulary[other] for name, other in list(swapped)}
-    path.write_text(json.dumps(values))
-
-
 def test_drafts_and_prompts_that_cannot_be_used_are_refused_in_one_line(
     place: Path, tmp_path: Path, target_dir: Path
 ) -> None:
@@ -204,7 +193,13 @@ def test_drafts_and_prompts_that_cannot_be_used_are_refused_in_one_line(
     narrow = write_target(tmp_path / "narrow", hidden_size=16, num_attention_heads=2)
     other = shutil.copytree(target_dir, tmp_path / "other")
     swap_tokens(other / "tokenizer.json")
+    deep = write_target(tmp_path / "deep", num_hidden_layers=12)
+    recorded = changed_draft(place, tmp_path / "recorded")
+    values = yaml.safe_load((recorded / "run_config.yaml").read_text())
+    values |= {"bucket_granularity": 64, "aux_layer_ids": [2, 4, 5]}  # as a run resolves them
+    (recorded / "run_config.yaml").write_text(yaml.safe_dump(values))
     for named, words in (
+        ({"draft": recorded, "target": deep}, ("trained on aux layers 2 4 5", "here 2 6 9 would be read")),
         ({"draft": nan_draft}, ("fc.weight holds a NaN",)),
         ({"draft": no_run}, ("--target is not named",)),
         ({"prompts": empty}, ("empty.jsonl", "no rows")),

@@ -1,5 +1,6 @@
 """--init_from: a run starts from a trained head bit for bit; rows of its vocabulary move by token (U28)."""
 
+import hashlib
 import json
 import shutil
 from dataclasses import dataclass
@@ -18,8 +19,8 @@ from eagle_train.model.target import load_target
 from eagle_train.train import loop
 from tests.commands import Outcome, read_events, run, write_conversations
 from tests.data.templates import make_tokenizer
-from tests.export.heads import assert_same_weights, change_config, change_tensors, copy_of
-from tests.tiny import tiny_model
+from tests.export.heads import assert_same_weights, change_config, change_tensors, command, copy_of
+from tests.tiny import swap_tokens, tiny_model, write_target
 
 OPTIONS = {
     "training_seq_len": 256,
@@ -83,6 +84,14 @@ def rows_by_token(head: Eagle3DraftHead) -> dict[int, torch.Tensor]:
     return dict(zip(head.draft_token_ids.tolist(), head.lm_head.weight, strict=True))
 
 
+def digest_of(head: Path) -> str:
+    return hashlib.sha256((head / "model.safetensors").read_bytes()).hexdigest()[:12]
+
+
+def notes_of(outcome: Outcome) -> list[str]:
+    return [line for line in outcome.out.splitlines() if line.startswith("  note: ")]
+
+
 def relabelled(directory: Path, to: Path, ids: torch.Tensor) -> Path:
     """A copy whose rows stand for other tokens."""
     copy_of(directory, to)
@@ -117,11 +126,14 @@ def test_a_head_starts_bit_for_bit_and_validates_as_it_did_when_it_was_saved(
     assert numbers(kept) != pytest.approx(numbers(validation(place.trained, 0)), rel=1e-2)
     (start,) = read_events(tmp_path / "out", "start")
     assert start["warm_start"] == {
-        "init_from": str(place.trained), "rows_kept": V_D, "rows_new": 0, "rows_dropped": 0
+        "init_from": str(place.trained), "weights_sha256": digest_of(place.trained), "rows_kept": V_D,
+        "rows_new": 0, "rows_dropped": 0,
     }  # fmt: skip
     options = yaml.safe_load((tmp_path / "out" / "run_config.yaml").read_text())
     assert (options["init_from"], options["draft_vocab_size"]) == (str(place.trained), None)
-    assert f"`--init_from {place.trained}`" in (tmp_path / "out" / "README.md").read_text()
+    shown = f"`--init_from {place.trained}` (sha256 of its weights: {digest_of(place.trained)}...)"
+    assert shown in (tmp_path / "out" / "README.md").read_text()
+    assert "note: " not in outcome.out
 
 
 def test_its_record_repeats_the_run_under_the_same_vocabulary(place: Place, tmp_path: Path) -> None:
@@ -149,6 +161,42 @@ def test_another_vocabulary_moves_rows_by_token(place: Place, tmp_path: Path, si
             assert torch.equal(after.state_dict()[name], tensor), name
     counted = f"{len(kept)} rows of the draft vocabulary kept, {size - len(kept)} new (they start as the "
     assert f"{counted}target's), {V_D - len(kept)} dropped" in outcome.out
+    (note,) = notes_of(outcome)
+    assert f"--draft_vocab_size {size} chose a vocabulary from these data" in note
+    assert "--draft_vocab_size none keeps the head's own" in note
+
+
+def test_the_size_in_the_record_of_the_head_itself_chooses_anew_and_is_told(
+    place: Place, tmp_path: Path
+) -> None:
+    other = write_conversations(tmp_path / "other.jsonl", 3)
+    words = ("--config", place.trained / "run_config.yaml", "--init_from", place.trained, "--data", other)
+    steps = [word for name, value in WITHOUT_STEPS.items() for word in (f"--{name}", value)]
+    outcome = run(*words, *steps, "--output_dir", tmp_path / "anew")
+    assert outcome.code == 0, outcome.err
+    assert any(f"--draft_vocab_size {V_D} chose" in note for note in notes_of(outcome))
+    outcome = run(*words, *steps, "--output_dir", tmp_path / "own", "--draft_vocab_size", "none")
+    assert outcome.code == 0, outcome.err
+    assert not any("--draft_vocab_size" in note for note in notes_of(outcome))
+    assert_same_weights(load_draft_head(tmp_path / "own"), load_draft_head(place.trained))
+
+
+def test_under_bf16_the_masters_are_the_head_and_the_kept_one_is_rounded(
+    place: Place, tmp_path: Path
+) -> None:
+    place.started(tmp_path / "out", init_from=place.trained, dtype="bfloat16")
+    own = load_file(place.trained / "model.safetensors")
+    masters = load_file(tmp_path / "out" / "state" / "weights.safetensors")
+    kept = load_file(tmp_path / "out" / "model.safetensors")
+    assert own.keys() == masters.keys() == kept.keys()
+    for name, tensor in own.items():
+        assert torch.equal(masters[name], tensor), name
+        rounded = tensor.bfloat16() if tensor.is_floating_point() else tensor
+        assert torch.equal(kept[name], rounded), name
+    first, before = validation(tmp_path / "out", 0), validation(place.trained, STEPS)
+    assert numbers(first["eval_acceptance_length"]) == pytest.approx(
+        numbers(before["eval_acceptance_length"]), rel=0.05
+    )
 
 
 def test_a_vocabulary_without_closing_tokens_is_told_with_the_remedy(place: Place, tmp_path: Path) -> None:
@@ -157,7 +205,7 @@ def test_a_vocabulary_without_closing_tokens_is_told_with_the_remedy(place: Plac
     head = relabelled(place.trained, tmp_path / "head", ids)
     outcome = place.started(tmp_path / "out", init_from=head)
     assert load_draft_head(tmp_path / "out").draft_token_ids.tolist() == ids.tolist()
-    (note,) = [line for line in outcome.out.splitlines() if line.startswith("  note: ")]
+    (note,) = notes_of(outcome)
     assert f"the draft vocabulary of {head} lacks 1 special or closing tokens" in note
     assert "(<|im_end|>)" in note
     assert "--draft_vocab_size N" in note
@@ -222,9 +270,17 @@ MISMATCHES: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]] = 
         ("--init_from", "aux layers [4, 2, 5] do not rise"),
     ),
     "other layers than asked for": (
+        {},
+        {"aux_layer_ids": "1 4 5"},
+        ("--aux_layer_ids is 1 4 5, but the head in --init_from", "has 2 4 5; drop --aux_layer_ids"),
+    ),
+    "other layers than its run was trained on": (
         {"eagle_aux_hidden_state_layer_ids": [1, 4, 5]},
-        {"aux_layer_ids": "2 4 5"},
-        ("--aux_layer_ids is 2 4 5, but the head in --init_from", "has 1 4 5; drop --aux_layer_ids"),
+        {},
+        (
+            "the head was trained on aux layers 2 4 5, as ",
+            "run_config.yaml says, and here 1 4 5 would be read",
+        ),
     ),
     "another width than asked for": (
         {},
@@ -263,13 +319,77 @@ def test_another_target_is_refused(place: Place, tmp_path: Path, changes: dict[s
 
 
 def test_a_directory_without_a_head_and_the_output_itself_are_refused(place: Place, tmp_path: Path) -> None:
-    line = place.refusal(tmp_path / "out", init_from=tmp_path / "absent")
-    assert f"--init_from: {tmp_path / 'absent' / 'config.json'} does not exist" in line
+    (tmp_path / "empty").mkdir()
+    line = place.refusal(tmp_path / "out", init_from=tmp_path / "empty")
+    assert f"--init_from: {tmp_path / 'empty' / 'config.json'} does not exist" in line
+    file = place.trained / "model.safetensors"
+    for named, remedy in ((file, "name its directory"), ("yuhuili/EAGLE3-x", "is downloaded first")):
+        line = place.refusal(tmp_path / "out", init_from=named)
+        assert f"--init_from {named} is no directory here; it must be a local directory that holds" in line
+        assert remedy in line
     for flags in ((), ("--overwrite",)):
         before = (place.trained / "model.safetensors").read_bytes()
         line = place.train(place.trained, *flags, init_from=f"{place.trained}/../trained").refusal()
         assert "is --output_dir itself; use --resume" in line
         assert (place.trained / "model.safetensors").read_bytes() == before
+
+
+def test_a_target_with_another_tokenizer_is_refused(place: Place, tmp_path: Path) -> None:
+    target = copy_of(place.target, tmp_path / "target")
+    swap_tokens(target / "tokenizer.json")
+    line = place.refusal(tmp_path / "out", init_from=place.trained, target=target)
+    assert (
+        f"--init_from {place.trained} was trained with the tokenizer of {place.target}, and {target}" in line
+    )
+    assert "tokens not or under another id" in line
+
+
+def test_a_target_of_another_depth_is_refused_wherever_a_head_meets_it(place: Place, tmp_path: Path) -> None:
+    """The config of the head names no layers, because they were the default of its own target."""
+    deep = write_target(tmp_path / "deep", num_hidden_layers=12)
+    fault = "the head was trained on aux layers 2 4 5, as "
+    read = "run_config.yaml says, and here 2 6 9 would be read"
+    line = place.refusal(tmp_path / "out", init_from=place.trained, target=deep)
+    assert fault in line
+    assert read in line
+    checked = command("check", place.trained, "--target", deep)
+    assert checked.code == 1
+    assert f"fault: {fault}" in checked.out
+    assert command("check", place.trained, "--target", place.target).code == 0
+    words = ("export", "--draft", place.trained, "--to", "vllm", "--out", tmp_path / "exported")
+    assert read in command(*words, "--target", deep).refusal()
+    words = ("measure", "--draft", place.trained, "--target", deep, "--prompts", place.data)
+    assert read in run(*words, "--max_prompts", 1, "--dtype", "float32").refusal()
+
+
+def test_another_target_of_the_same_sizes_is_told(place: Place, tmp_path: Path) -> None:
+    sibling = copy_of(place.target, tmp_path / "sibling")
+    (note,) = notes_of(place.started(tmp_path / "out", init_from=place.trained, target=sibling))
+    assert f"{place.trained} was trained for {place.target}, not for {sibling}" in note
+    same = f"{place.target}/../{place.target.name}"
+    assert notes_of(place.started(tmp_path / "same", init_from=place.trained, target=same)) == []
+
+
+@pytest.mark.parametrize(
+    "record", [{"model": "x", "target": 5, "aux_layer_ids": [9]}, {"aux_layer_ids": [0, 1, 2]}, [1], "text"]
+)
+def test_the_record_of_another_program_stops_nothing(place: Place, tmp_path: Path, record: Any) -> None:
+    head = copy_of(place.trained, tmp_path / "head")
+    (head / "run_config.yaml").write_text(yaml.safe_dump(record))
+    assert notes_of(place.started(tmp_path / "out", init_from=head)) == []
+
+
+def test_a_record_that_cannot_be_read_is_named(place: Place, tmp_path: Path) -> None:
+    head = copy_of(place.trained, tmp_path / "head")
+    (head / "run_config.yaml").write_text("target: [")
+    line = place.refusal(tmp_path / "out", init_from=head)
+    assert f"--init_from: {head / 'run_config.yaml'} cannot be read" in line
+
+
+def test_a_home_directory_is_expanded(place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(place.directory))
+    outcome = place.started(tmp_path / "out", init_from="~/trained/")
+    assert f"starts from          {place.trained} (official layout)" in outcome.out
 
 
 @pytest.mark.parametrize("size", [None, 220])
@@ -290,11 +410,15 @@ def test_a_resumed_run_goes_on_from_its_state_and_not_from_the_head(
     with monkeypatch.context() as patch:
         patch.setattr(loop, "train_step", stop)
         assert place.train(cut, init_from=head, **options).code == 130
+    digest = digest_of(head)
     shutil.rmtree(head)
     line = place.train(cut, "--resume", init_from=tmp_path / "other", **options).refusal()
     assert f"--init_from {head} -> {tmp_path / 'other'}" in line
-    outcome = place.train(cut, "--resume", **options)
+    outcome = place.train(cut, "--resume", init_from=f"{head}/", **options)
     assert outcome.code == 0, outcome.err
+    starts = [event["warm_start"]["weights_sha256"] for event in read_events(cut, "start")]
+    assert starts == [digest, digest]
+    assert f"`--init_from {head}` (sha256 of its weights: {digest}...)" in (cut / "README.md").read_text()
     assert f"starts from          {head}; the run goes on from its saved state" in outcome.out
     for name in ("weights.safetensors", "optimizer.safetensors"):
         assert (cut / "state" / name).read_bytes() == (straight / "state" / name).read_bytes()
