@@ -16,7 +16,9 @@ from engine_cases import Case, Run, head_case, measure, probe_case, same_counts,
 
 from eagle_train import load_draft_head, load_target
 from eagle_train.decode.results import Prompt
-from tests.commands import run
+from eagle_train.export.write import export_draft_head
+from tests.commands import run, write_conversations
+from tests.tiny import write_target
 
 pytestmark = pytest.mark.engines
 LONG_PROMPT_TOKENS = 300
@@ -59,6 +61,21 @@ def demo_case(tmp_path_factory: pytest.TempPathFactory) -> Case:
         prompts=[*case.prompts, Prompt(tuple(several[:LONG_PROMPT_TOKENS]), "long")],
         max_new_tokens=[40] * 5,
     )
+
+
+@pytest.fixture(scope="module")
+def wide_case(tmp_path_factory: pytest.TempPathFactory) -> Case:
+    """A random Qwen3 target whose attention is four times as wide as its hidden size."""
+    folder = tmp_path_factory.mktemp("wide")
+    target = write_target(folder / "target", "qwen3", head_dim=32)
+    data = write_conversations(folder / "data.jsonl", 60)
+    done = run(
+        "--target", target, "--data", data, "--training_seq_len", 64, "--bucket_granularity", 64,
+        "--dtype", "float32", "--eval_fraction", 0, "--learning_rate", 3e-3, "--num_epochs", 8,
+        "--draft_vocab_size", 80, "--output_dir", folder / "head",
+    )  # fmt: skip
+    assert done.code == 0, done.err
+    return head_case(target, folder / "head", data, 4, 3, 24)
 
 
 @pytest.fixture(scope="module")
@@ -112,6 +129,21 @@ def test_an_engine_counts_a_head_of_ours_as_we_do(engine: str, demo_case: Case) 
 def test_an_engine_counts_a_head_of_smollm2_as_we_do(engine: str, smollm2_case: Case) -> None:
     """A draft vocabulary of a sixth of the target's, a real tokenizer, 30 layers."""
     assert_counts_are_ours(engine, smollm2_case)
+
+
+def test_an_engine_counts_a_head_of_wide_attention_as_we_do(engine: str, wide_case: Case) -> None:
+    """Four heads of size 32 over a hidden size of 32, as Qwen3 has them: o_proj is [32, 128]."""
+    config = json.loads((wide_case.draft_dir / "config.json").read_text())
+    assert config["head_dim"] * config["num_attention_heads"] == 4 * config["hidden_size"]
+    assert_counts_are_ours(engine, wide_case)
+
+
+@pytest.mark.parametrize("layout", ["vllm", "speculators"])
+def test_vllm_counts_an_exported_head_as_we_do(layout: str, wide_case: Case, tmp_path: Path) -> None:
+    if environment("vllm") is None:
+        pytest.skip("vllm is not installed; scripts/setup_engine.sh vllm builds it")
+    export_draft_head(wide_case.draft_dir, layout, tmp_path / "out")
+    assert_counts_are_ours("vllm", replace(wide_case, draft_dir=tmp_path / "out"))
 
 
 def assert_counts_are_ours(engine: str, case: Case) -> None:
