@@ -47,15 +47,16 @@ class WarmStart:
 def read_start_head(config: TrainConfig, target_name: str, target_config: Any) -> StartHead | None:
     """The head that training starts from, checked against the target's config alone; None: a fresh one.
 
-    Under --resume it is the run's own kept head, which has the sizes of the saved state that is read over it,
+    Under --resume it is the run's saved state (in runs of earlier versions its kept head, of the same sizes),
     so that --init_from may be gone by then. Raises InputError where it does not fit target or options.
     """
     if config.init_from is None:
         return None
     directory = Path(config.output_dir if config.resume else config.init_from)
+    has_state = config.resume and (directory / "state" / "config.json").is_file()
     flag = "--resume" if config.resume else "--init_from"
     try:
-        stored = read_stored_head(directory)
+        stored = read_stored_head(directory / "state" if has_state else directory)
         head = draft_head_of(stored)
     except InputError as error:
         raise InputError(f"{flag}: {error}") from error
