@@ -159,7 +159,7 @@ def keep_head(run: Run) -> None:
 
 
 def forget_lost_head(run: Run) -> None:
-    """Begin the comparison anew where the head kept so far was taken away, so that a resumed run leaves one."""
+    """Begin the comparison anew where the kept head was taken away, so that a resumed run leaves one."""
     state, files = run.state, [run.output_dir / name for name in ("config.json", "model.safetensors")]
     is_there = run.ranks.from_first(lambda: all(path.is_file() for path in files))
     if state.best_step is None or is_there:
