@@ -10,7 +10,14 @@ from pathlib import Path
 from eagle_train.bundled import DEMO, target_path
 from eagle_train.errors import InputError, RankError
 
-COMMANDS = ("train", "plan", "measure", "plot", "export", "check")
+COMMANDS = {
+    "train": "train a draft head",
+    "plan": "show how an epoch would be packed, without training",
+    "measure": "decode prompts with a head: acceptance and speed-up",
+    "plot": "draw runs from their metrics.jsonl",
+    "export": "write a head as one engine needs it",
+    "check": "look for faults in a head, and say which engines take it",
+}
 TRAIN_DESCRIPTION = (
     "Train an EAGLE-3 draft head. Without --target, --data and --config: the bundled demo, under the options "
     "of eagle_train/demo/config.yaml."
@@ -38,7 +45,10 @@ DEMO_CONFIG = DEMO / "config.yaml"
 
 def main(args: Sequence[str]) -> int:
     """Run a command; 0 on success, 1 for an unsound head in `check`, 2 on bad input, 130 if interrupted."""
-    command, rest = (args[0], args[1:]) if args and not args[0].startswith("-") else ("train", args)
+    is_named = bool(args) and not args[0].startswith("-")
+    if not is_named and {"-h", "--help"} & set(args):
+        print(list_commands())
+    command, rest = (args[0], args[1:]) if is_named else ("train", args)
     try:
         if command not in COMMANDS:
             raise InputError(f"unknown command {command!r}; the commands are: {', '.join(COMMANDS)}")
@@ -52,10 +62,17 @@ def main(args: Sequence[str]) -> int:
     except BrokenPipeError:  # the reader of our output, such as head, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
-    except KeyboardInterrupt:
-        remedy = "; --resume goes on from the last saved state" if command == "train" else ""
-        print(f"eagle_train: interrupted{remedy}", file=sys.stderr)
+    except KeyboardInterrupt as interrupt:
+        # `train` says what to do where it had begun; before that nothing has changed.
+        remedy = str(interrupt) or ("the same command starts again" if command == "train" else "")
+        print(f"eagle_train: interrupted{remedy and f'; {remedy}'}", file=sys.stderr)
         return 130
+
+
+def list_commands() -> str:
+    """The commands with one line each, for the help of `train`, which is the one without a name."""
+    lines = [f"  {name:<9}{what}" for name, what in COMMANDS.items()]
+    return "\n".join(["commands, each with a --help of its own; without one: train", *lines, ""])
 
 
 def run_command(command: str, args: Sequence[str]) -> int:

@@ -344,6 +344,18 @@ class TrainConfig:
                 raise InputError(
                     "--select_by measured needs prompts to decode; name a file with --measure_prompts"
                 )
+        if self.select_by == "measured" and self.measure_max_new_tokens < 2:
+            raise InputError(
+                f"--measure_max_new_tokens is {self.measure_max_new_tokens}; with --select_by measured it "
+                "must be at least 2, because an answer's first token comes without a verify step"
+            )
+        has_own_data = self.data or self.mock_data  # the demo brings held-out data
+        nothing_held_out = has_own_data and not self.eval_data and self.eval_fraction == 0
+        if self.patience is not None and self.select_by == "expected" and nothing_held_out:
+            raise InputError(
+                "--patience does nothing where nothing is held out (--eval_fraction 0 without --eval_data); "
+                "name --eval_data or a share, or drop --patience"
+            )
 
     def check_sources(self) -> None:
         """What training needs beside data: a target, and data for it. (A plan needs none.)"""

@@ -311,12 +311,12 @@ def test_overwriting_with_bad_data_keeps_the_old_run(place: Workplace) -> None:
     assert (place.output / "state" / "state.json").is_file()
 
 
-@pytest.mark.parametrize("flag", ["--overwrite", "--resume"])
-def test_a_folder_that_is_no_run_is_left_alone(place: Workplace, flag: str) -> None:
+@pytest.mark.parametrize("flags", [(), ("--overwrite",), ("--resume",)])
+def test_a_folder_that_is_no_run_is_left_alone(place: Workplace, flags: tuple[str, ...]) -> None:
     place.output.mkdir()
     (place.output / "thesis.txt").write_text("mine")
-    line = place.train(flag).refusal()
-    assert_names(line, flag, place.output, "no eagle_train run", "Name another")
+    line = place.train(*flags).refusal()
+    assert_names(line, *flags, place.output, "no eagle_train run", "Name another")
     assert [path.name for path in place.output.iterdir()] == ["thesis.txt"]
 
 
@@ -328,6 +328,9 @@ def test_resuming_without_state_is_refused(place: Workplace) -> None:
     assert place.train().code == 0
     shutil.rmtree(place.output / "state")
     assert_names(place.train("--resume").refusal(), "--resume", "no saved state", "--overwrite")
+    line = place.train().refusal()
+    assert_names(line, "is not empty; it holds no saved state", "--overwrite")
+    assert "--resume" not in line
 
 
 def test_an_output_that_is_a_file_or_cannot_be_made_is_refused(place: Workplace) -> None:

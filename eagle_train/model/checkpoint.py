@@ -56,12 +56,17 @@ def save_draft_head(
     write_atomically(
         directory / "model.safetensors", lambda path: save_file(tensors, path, metadata={"format": "pt"})
     )
+    write_json(directory / "config.json", stored_config(head.config, target_config, dtype))
+
+
+def stored_config(config: Eagle3Config, target_config: Any, dtype: torch.dtype) -> dict[str, Any]:
+    """`config.json` of a head whose floats are stored in `dtype`. target_config: the target's text config."""
     special = {name: getattr(target_config, name, None) for name in SPECIAL_TOKENS}
-    values = official_config(head.config, str(dtype).removeprefix("torch."), special)
-    num_layers, layers = target_config.num_hidden_layers, head.config.aux_layer_ids
+    values = official_config(config, str(dtype).removeprefix("torch."), special)
+    num_layers, layers = target_config.num_hidden_layers, config.aux_layer_ids
     if layers is not None and layers != (2, num_layers // 2, num_layers - 3):
         values[AUX_IDS_KEY] = list(layers)
-    write_json(directory / "config.json", values)
+    return values
 
 
 def load_draft_head(directory: str | Path) -> Eagle3DraftHead:

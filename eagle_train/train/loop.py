@@ -11,6 +11,7 @@ from tqdm import tqdm
 from eagle_train.batch import PackedBatch, to_device
 from eagle_train.config import TrainConfig
 from eagle_train.errors import InputError, RankError
+from eagle_train.model.checkpoint import stored_config
 from eagle_train.objective.unroll import UnrolledSums
 from eagle_train.train.compile import graphs_so_far, shape_of
 from eagle_train.train.distributed import Ranks, data_parallel, is_rank_failure, join, leave, without_sync
@@ -32,16 +33,33 @@ from eagle_train.train.output import (
 )
 from eagle_train.train.prepare import choose_device, choose_dtype, choose_rank_device, prepare
 from eagle_train.train.report import MetricsLog, format_sources, format_validation
-from eagle_train.train.run import Run, compile_run, finish, log_training, over_ranks, say
+from eagle_train.train.run import (
+    Run,
+    compile_run,
+    finish,
+    log_training,
+    note_uncovered,
+    over_ranks,
+    say,
+)
 from eagle_train.train.schedule import Schedule, Window, data_digest
 from eagle_train.train.selection import (
+    check_patience,
+    forget_lost_head,
     is_out_of_patience,
     keep_head,
     measure_run,
     read_measure_prompts,
     select_by_validation,
+    stop_reason,
 )
-from eagle_train.train.state import RunState, load_state, restore_interrupted_save, save_state
+from eagle_train.train.state import (
+    RunState,
+    has_saved_state,
+    load_state,
+    restore_interrupted_save,
+    save_state,
+)
 from eagle_train.train.statistics import batch_counts
 from eagle_train.train.threads import set_num_threads
 
@@ -59,9 +77,10 @@ def train(config: TrainConfig) -> Path:
         if int(os.environ.get("WORLD_SIZE", 1)) == 1 or not is_rank_failure(error):
             raise
         reason = " ".join(str(error).split())[:200]
+        is_saved = has_saved_state(Path(config.output_dir) / "state")
         raise RankError(
             f"rank {os.environ.get('RANK', 0)}: another rank died or stopped answering ({reason}); see "
-            "its own output, then go on with --resume"
+            f"its own output, then {'go on with --resume' if is_saved else 'start anew'}"
         ) from error
     finally:
         leave()
@@ -70,9 +89,19 @@ def train(config: TrainConfig) -> Path:
 def train_on_ranks(config: TrainConfig) -> Path:
     ranks = join(choose_device(config.device).type == "cpu", config.rank_timeout)
     run = start(config, ranks)
-    run_steps(run)
+    try:
+        run_steps(run)
+    except KeyboardInterrupt as interrupt:
+        raise KeyboardInterrupt(after_interrupt(run.output_dir)) from interrupt
     ranks.part()
     return run.output_dir
+
+
+def after_interrupt(output_dir: Path) -> str:
+    """What a user can do about a run that was interrupted behind its start."""
+    if has_saved_state(output_dir / "state"):
+        return "--resume goes on from the last saved state"
+    return "no step was done, so nothing is lost: the same command with --overwrite starts anew"
 
 
 def run_steps(run: Run) -> None:
@@ -81,7 +110,9 @@ def run_steps(run: Run) -> None:
     say(run, header(run.prepared, run.schedule, run.num_steps, run.learning_rate))
     run.log.write("start", run.state.step, report_values(run.prepared))
     compile_run(run)
-    if not config.resume:
+    if config.resume:
+        forget_lost_head(run)
+    else:
         validate(run)
         if run.prompts:
             measure_run(run)
@@ -130,9 +161,7 @@ def run_steps(run: Run) -> None:
             if save_due or is_out_of_patience(config, run.state):
                 save(run)
             if is_out_of_patience(config, run.state):
-                what = "measurements" if config.select_by == "measured" else "validations"
-                waited = f"{config.patience} {what} without a longer acceptance length"
-                say(run, f"stopped at step {run.state.step}: {waited}")
+                say(run, f"stopped at step {run.state.step}: {stop_reason(config)}")
                 break
             waited_from = time.perf_counter()
     finish(run)
@@ -144,6 +173,9 @@ def start(config: TrainConfig, ranks: Ranks) -> Run:
     saved = ranks.together(lambda: with_saved_choices(config))
     assert saved is not None
     config = saved
+    output_dir = Path(config.output_dir)
+    if config.resume:
+        ranks.together(lambda: restore_interrupted_save(output_dir / "state"), first_only=True)
     set_num_threads(config.num_threads)
     device = ranks.together(lambda: choose_rank_device(config.device, ranks.device))
     assert device is not None
@@ -151,15 +183,14 @@ def start(config: TrainConfig, ranks: Ranks) -> Run:
     dtype = ranks.from_first(lambda: choose_dtype(config.dtype, device))
     prepared = ranks.together(lambda: prepare(config, device, dtype))
     assert prepared is not None
+    check_patience(config, prepared)
     prompts = ranks.together(lambda: read_measure_prompts(config, prepared)) or []
     learning_rate = peak_learning_rate(config, prepared.head.config.hidden_size)
     optimizer = make_optimizer(prepared.head, config, learning_rate)
     digest = f"{data_digest(prepared.data.train_samples)}-{data_digest(prepared.data.heldout_samples)}"
     state = RunState(data_digest=digest)
-    output_dir = Path(config.output_dir)
     log = MetricsLog(output_dir / "metrics.jsonl", is_kept=ranks.is_first)
     if config.resume:
-        ranks.together(lambda: restore_interrupted_save(output_dir / "state"), first_only=True)
         loaded = ranks.together(lambda: load_state(output_dir / "state", prepared.head, optimizer))
         assert loaded is not None
         state = loaded
@@ -285,6 +316,7 @@ def validate(run: Run) -> None:
         raise InputError(f"validation at step {state.step}: {error}") from error
     run.log.write("validation", state.step, {f"eval_{name}": value for name, value in metrics.items()})
     say(run, format_validation(state.step, metrics, run.baseline))
+    note_uncovered(run, metrics)
     if state.step == 0:
         share = metrics["target_own_token_share"]
         say(
@@ -299,10 +331,12 @@ def validate(run: Run) -> None:
 def save(run: Run) -> None:
     """Write the state that --resume goes on from."""
     run.state.plan_digest = run.schedule.digest(run.state.position)
+    head, target_config = run.prepared.head, run.prepared.target.config
+    head_config = stored_config(head.config, target_config, torch.float32)
 
     def write() -> None:
         try:
-            save_state(run.output_dir / "state", run.state, run.prepared.head, run.optimizer)
+            save_state(run.output_dir / "state", run.state, head, run.optimizer, head_config)
         except OSError as error:
             raise InputError(
                 f"{run.output_dir / 'state'} cannot be written ({error.strerror}); free some space"

@@ -1,5 +1,6 @@
 """The output directory, and the texts around a run: header before it, summary behind it."""
 
+import shlex
 import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, replace
@@ -8,24 +9,29 @@ from typing import Any
 
 import yaml
 
-from eagle_train.bundled import DEMO, DEMO_NAME
+from eagle_train.bundled import target_path
 from eagle_train.config import TrainConfig
 from eagle_train.data.plan_figures import plan_figures
 from eagle_train.errors import InputError
 from eagle_train.export.card import CARD
+from eagle_train.export.engines import TARGET_WORD, Served, full_path, serve_command
+from eagle_train.export.findings import VLLM
+from eagle_train.model.layouts import OFFICIAL
 from eagle_train.train.prepare import Prepared
 from eagle_train.train.report import format_facts, format_figure, format_shapes
 from eagle_train.train.schedule import Schedule
 from eagle_train.train.splits import SplitReport
-from eagle_train.train.state import RunState
+from eagle_train.train.state import RunState, has_saved_state
 
 # Options that may differ between a run and its resumption; all others change what is computed.
 FREE_ON_RESUME = {
     "resume", "overwrite", "output_dir", "device", "num_threads", "log_every", "eval_every", "save_every",
     "max_steps", "num_epochs", "learning_rate", "dtype", "ema_alpha",
-    "torch_compile", "compile_target", "gradient_checkpointing", "num_workers", "patience", "select_by",
+    "torch_compile", "compile_target", "gradient_checkpointing", "num_workers", "patience",
     "measure_prompts", "measure_every", "measure_max_prompts", "measure_max_new_tokens",
 }  # fmt: skip
+# What --select_by measured compares lengths over: other prompts, another scale.
+SELECTION_SCALE = {"measure_prompts", "measure_max_prompts", "measure_max_new_tokens"}
 # Derived anew on every start: where the run goes on, and how far.
 NOT_TAKEN_OVER = {"device", "max_steps", "eval_every", "save_every", "num_threads"}
 RUN_CONFIG = "run_config.yaml"
@@ -44,18 +50,21 @@ def check_output_dir(config: TrainConfig) -> None:
     names = {entry.name for entry in path.iterdir()} if path.is_dir() else set()
     # A run that ended before its first saved head has nothing to lose, so it does not block the next one.
     in_use = bool(names) and not (RUN_CONFIG in names and names <= {RUN_CONFIG, METRICS})
-    if in_use and not (config.resume or config.overwrite):
-        raise InputError(
-            f"--output_dir {path} is not empty; add --resume to go on, --overwrite to replace it, "
-            "or name another"
-        )
-    if config.resume and not in_use:
-        raise InputError(f"--resume: --output_dir {path} holds no run; start without --resume")
     if in_use and not (path / RUN_CONFIG).is_file():
-        flag = "--resume" if config.resume else "--overwrite"
+        flag = "--resume" if config.resume else "--overwrite" if config.overwrite else "--output_dir"
         raise InputError(
             f"{flag}: {path} holds files but no eagle_train run; it is left alone. Name another --output_dir"
         )
+    has_state = has_saved_state(path / "state")
+    if in_use and not (config.resume or config.overwrite):
+        go_on = "add --resume to go on," if has_state else "it holds no saved state to go on from; add"
+        raise InputError(
+            f"--output_dir {path} is not empty; {go_on} --overwrite to replace it, or name another"
+        )
+    if config.resume and not in_use:
+        raise InputError(f"--resume: --output_dir {path} holds no run; start without --resume")
+    if config.resume and not has_state:
+        raise InputError(f"--resume: {path / 'state'} holds no saved state; start anew with --overwrite")
     if config.resume:
         _check_same_options(config, path / RUN_CONFIG)
 
@@ -126,10 +135,11 @@ def _read_run_config(path: Path) -> dict[str, Any]:
 def _check_same_options(config: TrainConfig, path: Path) -> None:
     """Refuse to resume under options that would make it another run, naming each."""
     saved = _read_run_config(path)
+    free = FREE_ON_RESUME - (SELECTION_SCALE if saved.get("select_by") == "measured" else set())
     changed = [
         f"--{key} {saved.get(key)} -> {value}"
         for key, value in config.to_dict().items()
-        if key not in FREE_ON_RESUME and value not in (None, "auto") and saved.get(key) != value
+        if key not in free and value not in (None, "auto") and saved.get(key) != value
     ]
     if changed:
         raise InputError(
@@ -143,7 +153,8 @@ def header(prepared: Prepared, schedule: Schedule, num_steps: int, learning_rate
     lengths = schedule.lengths
     num_parameters = sum(p.numel() for p in head.parameters())
     if not prepared.data.heldout_samples:
-        heldout = "none: nothing is validated, and the last head is kept"
+        kept = "the one that measures longest" if config.select_by == "measured" else "the last one"
+        heldout = f"none: nothing is validated, and the head kept is {kept}"
     elif prepared.data.heldout_report is None:
         origin = "other mock samples" if config.mock_data else "samples, split off the training data"
         heldout = f"{len(prepared.data.heldout_samples):,} {origin}"
@@ -240,13 +251,15 @@ def summary(
     figures: Mapping[str, Any],
 ) -> str:
     """What came of it, where the head lies and what to do next. figures: those of the `end` event."""
-    target = DEMO / "target" if config.target == DEMO_NAME else config.target
     facts = {}
-    if state.first_acceptance_length is not None:
+    if state.best_acceptance_length is not None:
+        bigram = format_figure(baseline.get(str(config.ttt_steps)), 2)
+        of_what = f"expected on held-out answers (bigram drafter {bigram})"
+        if config.select_by == "measured":
+            of_what = "measured on the prompts that were decoded"
         facts["acceptance length"] = (
-            f"{state.first_acceptance_length:.2f} before, "
-            f"{format_figure(state.best_acceptance_length, 2)} after, at n = {config.ttt_steps} drafted "
-            f"tokens (bigram drafter {format_figure(baseline.get(str(config.ttt_steps)), 2)})"
+            f"{format_figure(state.first_acceptance_length, 2)} before, {state.best_acceptance_length:.2f} "
+            f"after, at n = {config.ttt_steps} drafted tokens, {of_what}"
         )
     facts |= {
         "steps": f"{state.step:,} in {figures.get('seconds', 0):.0f} s; {figures.get('samples', 0):,} "
@@ -260,23 +273,38 @@ def summary(
         "waited for data": f"{figures['data_wait_share']:.1%} of the time",
         "peak memory": f"{figures['peak_memory_gib']:.2f} GiB",
         "graphs": describe_counts(figures),
-        "best head": f"{output_dir} (of step {state.best_step})"
-        if state.best_step is not None
-        else f"{output_dir} (the last one; nothing was held out)",
+        "best head": f"{output_dir} ({_which_head(state, config)})",
         "figures": f"{output_dir / METRICS}",
     }
     if config.mock_data:
         facts["serve it"] = "no: it was trained on random tokens"
     else:
+        served = Served(
+            draft=full_path(str(output_dir)),
+            target=full_path(target_path(config.target or TARGET_WORD)),
+            layout=OFFICIAL,
+            dtype=config.dtype,
+            aux_layer_ids=config.aux_layer_ids,
+            is_default=True,  # vLLM's line is the same for others, which stand in the head's config
+        )
         facts |= {
-            "serve it": f"vllm serve {target} --speculative-config "
-            f'\'{{"method": "eagle3", "model": "{output_dir}", "num_speculative_tokens": 3}}\'',
-            "look at it": f"EAGLE_TRAIN_HEAD={output_dir.resolve()} "
+            "serve it": serve_command(VLLM, served) or "",
+            "look at it": f"EAGLE_TRAIN_HEAD={shlex.quote(served.draft)} "
             "jupyter notebook scripts/acceptance_rate.ipynb",
         }
     if state.empty_steps:
         facts["empty steps"] = f"{state.empty_steps} without a supervised row changed nothing"
     return format_facts("done", facts)
+
+
+def _which_head(state: RunState, config: TrainConfig) -> str:
+    if state.best_step is None:
+        why = "no measurement had a verify step" if config.select_by == "measured" else "nothing was held out"
+        return f"the last one; {why}"
+    if config.init_from and state.best_step == 0:
+        rounded = ", rounded to bfloat16" if config.dtype == "bfloat16" else ""
+        return f"no step improved on the head that training started from; this is that head{rounded}"
+    return f"of step {state.best_step}"
 
 
 def report_values(prepared: Prepared) -> dict[str, object]:

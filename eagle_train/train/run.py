@@ -1,5 +1,6 @@
 """One run: its moving parts, how they are compiled, and what the run reports of itself."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,8 @@ from eagle_train.train.statistics import batch_counts, peak_memory_gib
 @dataclass(slots=True)
 class Run:
     """One run's moving parts. module: the head's loss, averaged over ranks in its backward; baseline: the
-    bigram drafter's acceptance length at each n, as text keys; prompts: those of --measure_prompts.
+    bigram drafter's acceptance length at each n, as text keys; prompts: those of --measure_prompts;
+    is_uncovered_noted: `note_uncovered` has spoken.
     """
 
     config: TrainConfig
@@ -54,6 +56,7 @@ class Run:
     prompts: list[Prompt] = field(default_factory=list)
     compiled: Compiled | None = None
     last_logged: dict[str, Any] = field(default_factory=dict)
+    is_uncovered_noted: bool = False
 
     @property
     def chunks(self) -> ChunkFunctions:
@@ -125,6 +128,7 @@ def log_training(run: Run, pending: list[tuple[list[UnrolledSums], Window]], bar
     }
     run.last_logged = values
     run.log.write("train", run.state.step, values)
+    note_uncovered(run, values)
     loss, length = values["loss"], totals.walks[ttt_steps].acceptance_length
     speed = rates["tokens_per_second"] or 0.0
     bar.set_postfix_str(
@@ -132,6 +136,18 @@ def log_training(run: Run, pending: list[tuple[list[UnrolledSums], Window]], bar
         if loss is not None and length is not None
         else "no supervised row"
     )
+
+
+def note_uncovered(run: Run, metrics: Mapping[str, Any]) -> None:
+    """Say, once, that a loss is zero because no supervised row has a label that can be drafted."""
+    if metrics["draft_vocab_coverage"] == 0 and not run.is_uncovered_noted:
+        run.is_uncovered_noted = True
+        say(
+            run,
+            f"note: at step {run.state.step} the target's arg-max lies in the draft vocabulary in none of "
+            f"{metrics['supervised_rows']:,} supervised rows, so the loss is 0 and nothing is learned from "
+            "them; name a larger --draft_vocab_size",
+        )
 
 
 def over_ranks(run: Run, counts: dict[str, int]) -> dict[str, int]:

@@ -14,6 +14,7 @@ from eagle_train.decode.check import check_prompts
 from eagle_train.decode.figures import AcceptanceFigures, acceptance_figures
 from eagle_train.decode.prompts import read_prompts
 from eagle_train.decode.results import Prompt, PromptResult, answer_samples
+from eagle_train.errors import InputError
 from eagle_train.model.checkpoint import save_draft_head
 from eagle_train.model.target import FrozenTarget
 from eagle_train.train.evaluate import evaluate
@@ -130,21 +131,24 @@ def format_measured(
 
 def select_by_validation(run: Run, metrics: Mapping[str, Any]) -> None:
     """Keep the head where --select_by expected makes it the best so far."""
-    length = metrics["acceptance_length"][str(run.config.ttt_steps)]
-    if run.state.step == 0:
-        run.state.first_acceptance_length = length
     if run.config.select_by == "expected":
-        keep_if_longest(run, length)
+        keep_if_longest(run, metrics["acceptance_length"][str(run.config.ttt_steps)])
 
 
 def keep_if_longest(run: Run, length: float | None) -> None:
-    """Keep the head if its acceptance length is the longest so far, or count that it is not."""
+    """Keep the head if its acceptance length is the longest so far, or count that it is not. While there was
+    nothing to compare, the last head is kept.
+    """
     state = run.state
+    if state.step == 0:
+        state.first_acceptance_length = length
     if length is not None and (state.best_acceptance_length is None or length > state.best_acceptance_length):
         state.best_step, state.best_acceptance_length, state.checks_since_best = state.step, length, 0
         keep_head(run)
-    else:
-        state.checks_since_best += 1
+        return
+    state.checks_since_best += 1
+    if state.best_step is None:
+        keep_head(run)
 
 
 def keep_head(run: Run) -> None:
@@ -154,6 +158,34 @@ def keep_head(run: Run) -> None:
         save_draft_head(run.prepared.head, run.output_dir, target_config=target.config, dtype=target.dtype)
 
 
+def forget_lost_head(run: Run) -> None:
+    """Begin the comparison anew where the kept head was taken away, so that a resumed run leaves one."""
+    state, files = run.state, [run.output_dir / name for name in ("config.json", "model.safetensors")]
+    is_there = run.ranks.from_first(lambda: all(path.is_file() for path in files))
+    if state.best_step is None or is_there:
+        return
+    say(
+        run, f"note: the head of step {state.best_step} is no longer in {run.output_dir}; a later one is kept"
+    )
+    state.best_step, state.best_acceptance_length, state.checks_since_best = None, None, 0
+
+
+def check_patience(config: TrainConfig, prepared: Prepared) -> None:
+    """Raise InputError where --patience would count validations and nothing is held out."""
+    is_idle = config.select_by == "expected" and not prepared.data.heldout_samples
+    if config.patience is not None and is_idle:
+        raise InputError(
+            f"--patience {config.patience} does nothing, because no sample is held out of "
+            f"{len(prepared.data.train_samples)}; name --eval_data, or drop --patience"
+        )
+
+
 def is_out_of_patience(config: TrainConfig, state: RunState) -> bool:
     """Whether --patience ends the run here."""
     return config.patience is not None and state.checks_since_best >= config.patience
+
+
+def stop_reason(config: TrainConfig) -> str:
+    """Why a run that is out of patience ends."""
+    what = "measurement" if config.select_by == "measured" else "validation"
+    return f"{config.patience} {what}{'s' * (config.patience != 1)} without a longer acceptance length"

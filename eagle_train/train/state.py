@@ -4,6 +4,7 @@ stands.
 
 import json
 import shutil
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,18 +16,21 @@ from torch import nn
 
 from eagle_train.errors import InputError
 from eagle_train.files import write_json
+from eagle_train.model.layouts import INDEX
 from eagle_train.train.schedule import Position, Segment
 from eagle_train.train.statistics import Statistics
+
+WEIGHTS = "weights.safetensors"
 
 
 @dataclass(slots=True)
 class RunState:
     """Progress of a run. step: optimizer steps done; position: how far these went in the data.
 
-    statistics: speed so far; empty_steps: steps without a supervised row; first_acceptance_length: of the
-    first validation; best_*: of the longest that --select_by looks at, and checks_since_best how many since
-    were not longer; data_digest, plan_digest: of the samples and of
-    the plan behind `position`, to notice other ones.
+    statistics: speed so far; empty_steps: steps without a supervised row; first_acceptance_length: at step 0,
+    best_*: at the step where it was longest, by what --select_by names, and checks_since_best how many since
+    were not longer; data_digest, plan_digest: of the samples and of the plan behind `position`, to notice
+    other ones.
     """
 
     step: int = 0
@@ -49,16 +53,28 @@ class RunState:
         return cls(position=Position(position["epoch"], segments), statistics=statistics, **values)
 
 
-def save_state(directory: Path, state: RunState, head: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Write `directory` anew; the old state stays in place until the new one is complete."""
+def save_state(
+    directory: Path,
+    state: RunState,
+    head: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    head_config: Mapping[str, Any],
+) -> None:
+    """Write `directory` anew; the old state stays in place until the new one is complete.
+
+    head_config: `config.json` of the head, with which `directory` is a stored head of its own, so that a
+    resumed run needs no other.
+    """
     fresh = directory.with_name(directory.name + ".new")
     old = directory.with_name(directory.name + ".old")
     shutil.rmtree(fresh, ignore_errors=True)
     fresh.mkdir(parents=True)
     save_file(
         {k: v.detach().cpu().contiguous() for k, v in head.state_dict().items()},
-        fresh / "weights.safetensors",
+        fresh / WEIGHTS,
     )
+    write_json(fresh / "config.json", head_config)
+    write_json(fresh / INDEX, {"weight_map": dict.fromkeys(head.state_dict(), WEIGHTS)})
     moments = {
         f"{name}/{key}": value.detach().cpu()
         for name, parameter in head.named_parameters()
@@ -73,6 +89,12 @@ def save_state(directory: Path, state: RunState, head: nn.Module, optimizer: tor
     shutil.rmtree(old, ignore_errors=True)
 
 
+def has_saved_state(directory: Path) -> bool:
+    """Whether there is a state to go on from, be it after `restore_interrupted_save`."""
+    place = directory if directory.exists() else directory.with_name(directory.name + ".old")
+    return (place / "state.json").is_file()
+
+
 def restore_interrupted_save(directory: Path) -> None:
     """Put the old state back where a save ended between its two renames."""
     old = directory.with_name(directory.name + ".old")
@@ -83,12 +105,10 @@ def restore_interrupted_save(directory: Path) -> None:
 def load_state(directory: Path, head: nn.Module, optimizer: torch.optim.Optimizer) -> RunState:
     """Fill head and optimizer, and return where the run stood.
 
-    Raises InputError when there is no state or it belongs to a head of other sizes.
+    Raises InputError when it cannot be read or belongs to a head of other sizes.
     """
-    if not (directory / "state.json").is_file():
-        raise InputError(f"--resume: {directory} holds no saved state; start anew with --overwrite")
     try:
-        head.load_state_dict(load_file(directory / "weights.safetensors"))
+        head.load_state_dict(load_file(directory / WEIGHTS))
         moments = load_file(directory / "optimizer.safetensors")
         state = RunState.from_dict(json.loads((directory / "state.json").read_text()))
     except (SafetensorError, RuntimeError, OSError, TypeError, KeyError, json.JSONDecodeError) as error:

@@ -56,12 +56,13 @@ class WarmStart:
 def read_start_head(config: TrainConfig, target_name: str, target_config: Any) -> StartHead | None:
     """The head that training starts from, checked against the target's config alone; None: a fresh one.
 
-    Under --resume it is the run's own kept head, which has the sizes of the saved state that is read over it,
+    Under --resume it is the run's saved state (in runs of earlier versions its kept head, of the same sizes),
     so that --init_from may be gone by then. Raises InputError where it does not fit target or options.
     """
     if config.init_from is None:
         return None
     directory = Path(config.output_dir if config.resume else config.init_from)
+    has_state = config.resume and (directory / "state" / "config.json").is_file()
     flag = "--resume" if config.resume else "--init_from"
     if not (config.resume or directory.is_dir()):
         remedy = "name its directory" if directory.is_file() else "a published head is downloaded first"
@@ -70,7 +71,7 @@ def read_start_head(config: TrainConfig, target_name: str, target_config: Any) -
             f"trained draft head (config.json and .safetensors files); {remedy}"
         )
     try:
-        stored = read_stored_head(directory)
+        stored = read_stored_head(directory / "state" if has_state else directory)
         head = draft_head_of(stored)
         record = read_run_record(directory)
     except InputError as error:

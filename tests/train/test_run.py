@@ -18,10 +18,12 @@ import torch
 import yaml
 from safetensors.torch import load_file, save_file
 
+from eagle_train.__main__ import COMMANDS
 from eagle_train.config import TrainConfig
 from eagle_train.data.collator import BucketingCollator
 from eagle_train.data.samples import Sample, answer_remaining_from_spans
 from eagle_train.flags import parse
+from eagle_train.model.checkpoint import load_draft_head
 from eagle_train.model.target import load_target
 from eagle_train.train import loop
 from eagle_train.train.prepare import Prepared
@@ -123,7 +125,12 @@ def test_a_run_leaves_head_config_metrics_and_state(reference: tuple[Workplace, 
     names = {path.name for path in output.iterdir() if path.name != "state"}
     assert names == {"model.safetensors", "config.json", "run_config.yaml", "metrics.jsonl", "README.md"}
     assert (output / "state").is_dir()
-    assert {path.name for path in (output / "state").iterdir()} == {*STATE_FILES, "state.json"}
+    assert {path.name for path in (output / "state").iterdir()} == {
+        *STATE_FILES, "state.json", "config.json", "model.safetensors.index.json"
+    }  # fmt: skip
+    weights = load_file(output / "state" / STATE_FILES[0])
+    stored = load_draft_head(output / "state").state_dict()
+    assert all(torch.equal(stored[name], value) for name, value in weights.items())
     assert state_of(output)["step"] == 6
 
 
@@ -171,7 +178,9 @@ def test_a_person_sees_header_tables_bar_and_summary(reference: tuple[Workplace,
     assert "of the held-out answer tokens are the target's own" in out
     summary = out[out.index("\ndone\n") :]
     assert str(place.output) in summary
-    assert "vllm serve" in summary
+    (served,) = re.findall(r"^  serve it +(vllm serve .*)$", summary, re.MULTILINE)
+    assert served in (place.output / "README.md").read_text().splitlines()
+    assert re.search(r"\d\.\d\d before, .* tokens, expected on held-out answers \(bigram", summary)
     assert re.search(r"6/6 .*loss \d+\.\d+, acceptance length \d\.\d\d, [\d,]+ tokens/s", outcome.err)
 
 
@@ -193,6 +202,42 @@ def test_the_best_head_is_kept_by_acceptance_length_and_not_by_loss(
     assert state_of(place.output)["best_step"] == 1
     assert "of step 1)" in outcome.out
     assert "3.00 after" in outcome.out
+
+
+def test_paths_in_the_summary_can_be_pasted_into_a_shell(
+    place: Workplace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(place.directory)
+    outcome = place.trained(output_dir="my runs/one", max_steps=1)
+    full = place.directory / "my runs" / "one"
+    assert f"EAGLE_TRAIN_HEAD='{full}' jupyter" in outcome.out
+    assert f'"model": "{full}"' in outcome.out
+
+
+def interrupt(*_: Any, **__: Any) -> Any:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("where", ["prepare", "validate", "save"])
+def test_an_interrupt_before_the_first_saved_state_advises_what_works(
+    place: Workplace, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, where, interrupt)
+        interrupted = place.train(max_steps=1)
+    line = interrupted.err.splitlines()[-1]
+    assert (interrupted.code, "--resume" in line) == (130, False)
+    if where == "prepare":
+        assert line == "eagle_train: interrupted; the same command starts again"
+        assert not place.output.exists()
+        place.trained(max_steps=1)
+        return
+    assert "nothing is lost: the same command with --overwrite starts anew" in line
+    if where == "save":  # the head of step 0 is there, but nothing to go on from
+        assert "--resume" not in place.train(max_steps=1).refusal()
+    assert "--overwrite" in line
+    place.trained("--overwrite", max_steps=1)
+    place.trained("--resume", max_steps=2)
 
 
 @pytest.mark.parametrize("last_step", [0, 1, 2, 3, 4, 5])
@@ -580,9 +625,11 @@ def command_line(*flags: object, cwd: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_help_lists_every_option_with_its_default(tmp_path: Path) -> None:
+def test_help_lists_every_command_and_option_with_its_default(tmp_path: Path) -> None:
     shown = command_line("--help", cwd=tmp_path)
     assert shown.returncode == 0
+    for name in COMMANDS:
+        assert re.search(rf"^  {name} +\w", shown.stdout, re.MULTILINE), name
     entries = re.split(r"\n  (?=--)", shown.stdout)
     by_flag = {entry.split()[0]: " ".join(entry.split()) for entry in entries[1:]}
     for f in fields(TrainConfig):

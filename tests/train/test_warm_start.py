@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -412,6 +413,10 @@ def test_a_resumed_run_goes_on_from_its_state_and_not_from_the_head(
         assert place.train(cut, init_from=head, **options).code == 130
     digest = digest_of(head)
     shutil.rmtree(head)
+    lost = json.loads((cut / "state" / "state.json").read_text())["best_step"]
+    # The state is enough, as for a run that starts fresh.
+    for name in ("config.json", "model.safetensors"):
+        (cut / name).unlink()
     line = place.train(cut, "--resume", init_from=tmp_path / "other", **options).refusal()
     assert f"--init_from {head} -> {tmp_path / 'other'}" in line
     outcome = place.train(cut, "--resume", init_from=f"{head}/", **options)
@@ -420,7 +425,58 @@ def test_a_resumed_run_goes_on_from_its_state_and_not_from_the_head(
     assert starts == [digest, digest]
     assert f"`--init_from {head}` (sha256 of its weights: {digest}...)" in (cut / "README.md").read_text()
     assert f"starts from          {head}; the run goes on from its saved state" in outcome.out
+    assert f"note: the head of step {lost} is no longer in {cut}; a later one is kept" in outcome.out
+    assert (cut / "model.safetensors").is_file()
     for name in ("weights.safetensors", "optimizer.safetensors"):
         assert (cut / "state" / name).read_bytes() == (straight / "state" / name).read_bytes()
     saved = yaml.safe_load((cut / "run_config.yaml").read_text())
     assert (saved["init_from"], saved["draft_vocab_size"]) == (str(head), size)
+
+
+def test_a_state_of_an_earlier_version_goes_on_by_the_kept_head(place: Place, tmp_path: Path) -> None:
+    place.started(tmp_path / "out", init_from=place.trained)
+    for name in ("config.json", "model.safetensors.index.json"):
+        (tmp_path / "out" / "state" / name).unlink()
+    place.started(tmp_path / "out", "--resume", init_from=place.trained, max_steps=2)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_training_that_only_worsens_its_start_says_so_and_keeps_it(
+    place: Place, tmp_path: Path, dtype: str
+) -> None:
+    options = {"init_from": place.trained, "dtype": dtype, "learning_rate": 10.0, "max_steps": 2}
+    outcome = place.train(tmp_path / "out", eval_every=1, **options)
+    assert outcome.code == 0, outcome.err
+    assert read_events(tmp_path / "out", "end")[0]["best_step"] == 0
+    kept, start = load_draft_head(tmp_path / "out"), load_draft_head(place.trained)
+    if dtype == "bfloat16":
+        start.to(torch.bfloat16).float()
+    assert_same_weights(kept, start)
+    said = "(no step improved on the head that training started from; this is that head"
+    rounded = ", rounded to bfloat16" if dtype == "bfloat16" else ""
+    assert f"{tmp_path / 'out'} {said}{rounded})\n" in outcome.out
+    (length,) = {e["eval_acceptance_length"]["3"] for e in read_events(tmp_path / "out", "validation")[:1]}
+    assert f"{length:.2f} before, {length:.2f} after" in outcome.out
+
+
+def test_a_step_that_improves_is_named(place: Place, tmp_path: Path) -> None:
+    place.started(tmp_path / "untrained")
+    outcome = place.train(tmp_path / "out", init_from=tmp_path / "untrained", max_steps=STEPS)
+    assert outcome.code == 0, outcome.err
+    assert f"{tmp_path / 'out'} (of step {STEPS})\n" in outcome.out
+
+
+def test_a_vocabulary_that_the_target_never_uses_is_told_once(place: Place, tmp_path: Path) -> None:
+    """The loss is 0 then, as if all were learned."""
+    target = copy_of(place.target, tmp_path / "target")
+    own = load_draft_head(place.trained).t2d
+
+    def lift(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return tensors | {"lm_head.weight": tensors["lm_head.weight"] * torch.where(own, 1.0, 1e3)[:, None]}
+
+    change_tensors(target, lift)
+    outcome = place.started(tmp_path / "out", init_from=place.trained, target=target, max_steps=2)
+    assert {values["loss"] for values in read_events(tmp_path / "out", "train")} == {0}
+    (note,) = re.findall(r"^note: (.*)$", outcome.out, re.MULTILINE)
+    assert "arg-max lies in the draft vocabulary in none of" in note
+    assert "--draft_vocab_size" in note
