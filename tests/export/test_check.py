@@ -386,8 +386,14 @@ def test_an_eagle1_head_is_known(head: Path, target_dir: Path) -> None:
     report = check_draft_head(head, str(target_dir))
     assert (report.stored.algorithm, faults(report)) == ("EAGLE-1", [])
     assert verdicts(report) == {
-        "vllm": LOADS, "sglang": LOADS, "tensorrt-llm": UNKNOWN, "openvino": REFUSED, "llamacpp": REFUSED,
+        "vllm": LOADS, "sglang": WRONG, "tensorrt-llm": UNKNOWN, "openvino": REFUSED, "llamacpp": REFUSED,
     }  # fmt: skip
+    for name, vllm, sglang in (("LlamaForCausalLMEagle", REFUSED, LOADS), ("Mystery", UNKNOWN, UNKNOWN)):
+        change_config(head, architectures=[name])
+        found = verdicts(check_draft_head(head))
+        assert (found["vllm"], found["sglang"]) == (vllm, sglang)
+    change_config(head, architectures=["LlamaForCausalLM"], logit_scale=0.5)
+    assert any(finding.text == "logit_scale is 0.5" for finding in check_draft_head(head).findings)
     assert "EAGLE-1" in command("export", "--draft", head, "--to", "vllm", "--out", head / "o").refusal()
 
 

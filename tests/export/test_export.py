@@ -317,7 +317,7 @@ def test_a_record_that_a_crash_cut_short_does_not_stop_an_export(trained: Path, 
 def test_commands_say_where_they_run(trained: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     outcome = command("export", "--draft", trained, "--to", "openvino", "--out", out)
-    assert f"serve it, inside {out}, in Python: openvino_genai." in outcome.out
+    assert f"serve it, inside {out}, in Python: import openvino_genai; print(openvino_genai." in outcome.out
     card = (out / "README.md").read_text()
     assert ", run inside this directory, the last line in Python:" in card
 
