@@ -24,7 +24,7 @@ LLAMA_TYPES = ("llama", "mistral", "qwen2")
 NEUTRAL: Mapping[str, Any] = {
     "quantization_config": {},
     "partial_rotary_factor": 1, "rotary_pct": 1, "rope_pct": 1, "rope_percent": 1, "rotary_emb_fraction": 1,
-    "rope_interleave": False, "no_rope_layers": None, "alibi": False,
+    "rope_dim": None, "rotary_dim": None, "rope_interleave": False, "no_rope_layers": None, "alibi": False,
     "logit_scale": 1, "logits_scaling": 1, "lm_head_multiplier": 1, "final_logit_softcapping": None,
     "embedding_multiplier": 1, "residual_multiplier": 1, "scale_emb": 1, "scale_depth": None,
     "dim_model_base": None, "attention_multiplier": None, "query_pre_attn_scalar": None,

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from eagle_train.export.check import CheckReport, check_draft_head
 from eagle_train.export.write import export_draft_head
 from eagle_train.model.checkpoint import load_draft_head
-from eagle_train.model.target import FrozenTarget, load_target
+from eagle_train.model.target import FrozenTarget
 from tests.export.heads import (
     V_D,
     Tensors,
@@ -20,7 +20,6 @@ from tests.export.heads import (
     change_tensors,
     command,
     config_in,
-    copy_of,
     save_head,
     tensors_in,
 )
@@ -29,24 +28,6 @@ from tests.tiny import write_target
 IDS_KEY = "eagle_aux_hidden_state_layer_ids"
 ENGINES = ("vllm", "sglang", "tensorrt-llm", "openvino", "llamacpp")
 LOADS, UNKNOWN, WRONG, REFUSED = "loads", "not known", "loads but wrong", "refused"
-
-
-@pytest.fixture(scope="module")
-def target(target_dir: Path) -> FrozenTarget:
-    return load_target(str(target_dir), dtype=torch.float32, device=torch.device("cpu"))
-
-
-@pytest.fixture(scope="module")
-def head_dir(target: FrozenTarget, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("head") / "head"
-    save_head(directory, target)
-    return directory
-
-
-@pytest.fixture
-def head(head_dir: Path, tmp_path: Path) -> Path:
-    """A copy to damage."""
-    return copy_of(head_dir, tmp_path / "head")
 
 
 def faults(report: CheckReport) -> list[str]:

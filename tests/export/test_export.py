@@ -35,18 +35,6 @@ FORMATS = ("vllm", "sglang", "speculators", "openvino", "llamacpp")
 
 
 @pytest.fixture(scope="module")
-def target(target_dir: Path) -> FrozenTarget:
-    return load_target(str(target_dir), dtype=torch.float32, device=torch.device("cpu"))
-
-
-@pytest.fixture(scope="module")
-def head_dir(target: FrozenTarget, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("head") / "head"
-    save_head(directory, target)
-    return directory
-
-
-@pytest.fixture(scope="module")
 def other_layers_dir(target_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A head that reads what enters layers 1, 3 and 7 of 8."""
     target = load_target(
