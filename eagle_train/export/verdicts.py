@@ -77,7 +77,8 @@ def _layer_effect(stored: StoredHead, engine: str, num_layers: int | None) -> Ef
     }[engine]
     if engine == TENSORRT and meant is not None and meant != default:
         how += f" with eagle3_layers_to_capture {[x - 1 for x in meant]}"
-    return Effect(LOADS, f"{how}, {BY_SOURCE}" if engine in NEVER_RUN else how)
+    is_read = engine in NEVER_RUN or needed != 3
+    return Effect(LOADS, f"{how}, {BY_SOURCE}" if is_read else how)
 
 
 def _fused_states(stored: StoredHead) -> int:
