@@ -6,7 +6,7 @@ from typing import Any
 
 from eagle_train.export.check_config import config_findings
 from eagle_train.export.check_head import head_findings
-from eagle_train.export.check_target import read_target_embedding, target_findings
+from eagle_train.export.check_target import read_target_embedding, target_findings, unseen_embedding
 from eagle_train.export.engines import default_aux_layer_ids
 from eagle_train.export.findings import ENGINES, Effect, Finding
 from eagle_train.export.record import read_run_record
@@ -55,7 +55,9 @@ def check_draft_head(directory: str | Path, target: str | None = None) -> CheckR
     stored = read_stored_head(directory)
     findings = head_findings(stored) + config_findings(stored)
     num_layers = None
-    if target is not None:
+    if target is None:
+        findings += unseen_embedding(stored)
+    else:
         target_config = read_target_config(target)
         num_layers = target_config.num_hidden_layers
         has_embedding = "embed_tokens.weight" in stored.tensors

@@ -27,13 +27,14 @@ from eagle_train.export.findings import (
 )
 from eagle_train.model.faults import (
     REQUIRED,
+    holds_whole_numbers,
     layer_count_fault,
     layer_order_fault,
     map_fault,
     size_faults,
     value_fault,
 )
-from eagle_train.model.layouts import EAGLE1, EMBEDDING, StoredHead, aux_layer_ids
+from eagle_train.model.layouts import EAGLE1, EMBEDDING, INDEX, StoredHead, aux_layer_ids
 
 Shapes = dict[str, tuple[int, ...]]
 OPTIONAL = (EMBEDDING, "t2d")
@@ -45,7 +46,8 @@ def head_findings(stored: StoredHead) -> list[Finding]:
     if isinstance(sizes, Finding):
         return [sizes]
     expected = expected_shapes(stored, sizes)
-    found = _prefix(stored) + _buffers(stored) + _names(stored, expected, sizes) + _values(stored)
+    found = _prefix(stored) + _buffers(stored) + _beside(stored)
+    found += _names(stored, expected, sizes) + _values(stored)
     if stored.algorithm != EAGLE1:
         found += _maps(stored, sizes) + _layer_count(stored) + _layer_order(stored)
     return found
@@ -77,7 +79,7 @@ def expected_shapes(stored: StoredHead, sizes: Mapping[str, int]) -> Shapes:
         if flat.get("mlp_bias"):
             rows = {"gate": width, "up": width, "down": H}
             shapes |= {f"{prefix}mlp.{part}_proj.bias": (rows[part],) for part in rows}
-        if flat.get("model_type") == "qwen3":
+        if flat.get("model_type") == "qwen3":  # whose attention norms queries and keys
             shapes |= {f"{prefix}self_attn.{part}_norm.weight": (sizes["head_dim"],) for part in "qk"}
     if stored.option("norm_before_fc"):
         shapes["input_norm.weight"] = (states * read,)
@@ -209,19 +211,44 @@ def _maps(stored: StoredHead, sizes: Mapping[str, int]) -> list[Finding]:
     """d2t must hold offsets of distinct ids inside the vocabulary, and t2d must say the same."""
     D, V = sizes["draft_vocab_size"], sizes["vocab_size"]
     d2t, t2d = stored.tensors.get("d2t"), stored.tensors.get("t2d")
+    found = []
+    if d2t is not None and D == V:
+        text = "d2t though the draft vocabulary is the whole one"
+        effects = of_engines(REFUSED, f"{text}: no module or parameter named draft_id_to_target_id", VLLM)
+        found.append(
+            Finding(f"{text}: OpenVINO needs it, vLLM refuses it (export --to vllm)", False, effects)
+        )
     if d2t is None and D == V:
         d2t = torch.zeros(D, dtype=torch.int64)
     if d2t is None or d2t.shape != (D,) or (t2d is not None and t2d.shape != (V,)):
-        return []  # reported by name or shape
+        return found  # what is wrong is reported by name or shape
     why = map_fault(d2t, t2d, V)
     if why is None:
-        return []
-    if d2t.is_floating_point():
-        return [Finding(why, True, everywhere(UNKNOWN, why))]
+        return found
+    if not holds_whole_numbers(d2t):
+        return [*found, Finding(why, True, everywhere(UNKNOWN, why))]
     ids = d2t.long() + torch.arange(D)
     is_checked = bool(((ids < 0) | (ids >= V)).any()) or len(ids.unique()) < D
     checked = {"llamacpp": Effect(REFUSED, f"{why}: its converter checks that")} if is_checked else {}
-    return [Finding(why, True, everywhere(WRONG, why, **checked))]
+    return [*found, Finding(why, True, everywhere(WRONG, why, **checked))]
+
+
+def _beside(stored: StoredHead) -> list[Finding]:
+    """Weight files that were not read here, and by whom they are."""
+    if not stored.beside:
+        return []
+    names = ", ".join(stored.beside)
+    has_index = (stored.directory / INDEX).is_file()
+    why = f"{INDEX} lists {names}" if has_index else f"{names} lies beside model.safetensors"
+    effects = {VLLM: Effect(WRONG, f"{why}: reads it too, and the last file wins")}
+    if has_index:
+        effects = of_engines(
+            WRONG, f"{why}: reads that instead of model.safetensors, {BY_SOURCE}", VLLM, LLAMACPP
+        )
+    elif any(name.startswith("model") for name in stored.beside):
+        effects |= of_engines(WRONG, f"{why}: its converter reads both, {BY_SOURCE}", LLAMACPP)
+    effects |= of_engines(UNKNOWN, f"{why}; not tried", SGLANG, TENSORRT)
+    return [Finding(f"{why}, which alone is looked at here; take it away", False, effects)]
 
 
 def _buffers(stored: StoredHead) -> list[Finding]:

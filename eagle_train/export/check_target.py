@@ -13,8 +13,11 @@ from eagle_train.errors import InputError
 from eagle_train.export.engines import default_aux_layer_ids
 from eagle_train.export.findings import (
     BY_SOURCE,
+    OPENVINO,
     REFUSED,
+    SGLANG,
     TENSORRT,
+    UNKNOWN,
     WRONG,
     Effect,
     Finding,
@@ -22,10 +25,20 @@ from eagle_train.export.findings import (
     of_engines,
 )
 from eagle_train.export.record import RunRecord
-from eagle_train.model.layouts import EAGLE1, INDEX, StoredHead, aux_layer_ids, read_weight_map, rope_of
+from eagle_train.model.layouts import (
+    EAGLE1,
+    EMBEDDING,
+    INDEX,
+    StoredHead,
+    aux_layer_ids,
+    read_weight_map,
+    rope_of,
+)
 
 # How families call the token embedding; what stands before differs.
 EMBEDDING_NAMES = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "embed_in.weight")
+# Who always drafts with the target's embedding; vLLM and llama.cpp take the head's where it has one.
+SHARE_EMBEDDING = (SGLANG, TENSORRT, OPENVINO)
 TRAINED_COSINE = 0.9  # mean cosine of rows with the target's, below which they are not the target's at all
 
 
@@ -116,10 +129,20 @@ def _embedding_findings(own_VH: Tensor, target_VH: Tensor) -> list[Finding]:
     cosine = torch.nn.functional.cosine_similarity(own_VH.float(), target_VH.float(), dim=1).mean().item()
     if cosine >= TRAINED_COSINE:
         text = f"embed_tokens.weight is not quite the target's (mean cosine {cosine:.3f}): trained on"
-        return [Finding(text, False)]
+        why = f"drafts with the target's embedding, and the head has its own, {BY_SOURCE}"
+        return [Finding(text, False, of_engines(WRONG, why, *SHARE_EMBEDDING))]
     why = f"embed_tokens.weight is not the target's (mean cosine {cosine:.3f})"
     text = f"{why}: untrained, or another model's; leave it out, and engines share the target's"
     return [Finding(text, True, everywhere(WRONG, why))]
+
+
+def unseen_embedding(stored: StoredHead) -> list[Finding]:
+    """What an embedding of the head's own means where no target is named to compare it with."""
+    if EMBEDDING not in stored.tensors:
+        return []
+    why = f"drafts with the target's embedding, and the head has one: name --target to compare, {BY_SOURCE}"
+    text = f"{EMBEDDING} is there: heads share the target's or bring one that was trained on"
+    return [Finding(text, False, of_engines(UNKNOWN, why, *SHARE_EMBEDDING))]
 
 
 def read_target_embedding(name_or_path: str) -> Tensor:

@@ -71,10 +71,13 @@ def serve_command(engine: str, head: Served) -> str | None:
         if not head.is_default and head.aux_layer_ids:
             layers = f", eagle3_layers_to_capture={{{', '.join(str(x - 1) for x in head.aux_layer_ids)}}}"
         config = f"Eagle3DecodingConfig(max_draft_len={DRAFTED}, speculative_model={head.draft!r}{layers})"
-        return f"LLM({head.target!r}, speculative_config={config})"
+        imports = "from tensorrt_llm import LLM; from tensorrt_llm.llmapi import Eagle3DecodingConfig"
+        model = f"LLM({head.target!r}, speculative_config={config})"
+        return f'{imports}; print({model}.generate("Hello").outputs[0].text)'
     draft_model = 'draft_model=openvino_genai.draft_model("draft_ov", "CPU")'
     generate = f'generate("Hello", max_new_tokens=64, num_assistant_tokens={DRAFTED})'
-    return f'openvino_genai.LLMPipeline("target_ov", "CPU", {draft_model}).{generate}'
+    pipeline = f'openvino_genai.LLMPipeline("target_ov", "CPU", {draft_model})'
+    return f"import openvino_genai; print({pipeline}.{generate})"
 
 
 def steps(engine: str, head: Served) -> list[str]:

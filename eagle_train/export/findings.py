@@ -11,7 +11,7 @@ ENGINES: Mapping[str, str] = {
     SGLANG: "SGLang 0.5.23",
     TENSORRT: "TensorRT-LLM main",
     OPENVINO: "OpenVINO GenAI 2026.4.1",
-    LLAMACPP: "llama.cpp 11434",
+    LLAMACPP: "llama.cpp 0.5.0-dev",
 }
 NEVER_RUN = (SGLANG, TENSORRT)
 BY_SOURCE = "by its source, not run"

@@ -24,6 +24,7 @@ from eagle_train.export.findings import (
 from eagle_train.model.layouts import AUX_IDS_KEY, EAGLE1, StoredHead, aux_layer_ids, eagle_config
 
 # vLLM's attention on a CPU knows these; on a GPU it depends on the kernel.
+FUSED_REMEDY = "write num_aux_hidden_states"
 VLLM_CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 
 
@@ -53,6 +54,12 @@ def _layer_effect(stored: StoredHead, engine: str, num_layers: int | None) -> Ef
         is_whole = stored.flat.get("draft_vocab_size") in (None, stored.flat.get("vocab_size"))
         lacks_maps = is_whole and "d2t" not in stored.tensors  # of a part, the finding says what is missing
         return _openvino_effect(meant or default, lacks_maps=lacks_maps)
+    needed, fused = len(meant or (0, 1, 2)), _fused_states(stored)
+    if engine in (VLLM, SGLANG) and needed != fused:
+        source = f", {BY_SOURCE}" if engine == SGLANG else ""
+        return Effect(
+            REFUSED, f"makes fc for {fused} states, the head's is for {needed}{source}; {FUSED_REMEDY}"
+        )
     if meant is not None and engine != TENSORRT:
         read = _layers_read(stored, engine) or default
         if read is None:
@@ -70,7 +77,14 @@ def _layer_effect(stored: StoredHead, engine: str, num_layers: int | None) -> Ef
     }[engine]
     if engine == TENSORRT and meant is not None and meant != default:
         how += f" with eagle3_layers_to_capture {[x - 1 for x in meant]}"
-    return Effect(LOADS, f"{how}, {BY_SOURCE}" if engine in NEVER_RUN else how)
+    is_read = engine in NEVER_RUN or needed != 3
+    return Effect(LOADS, f"{how}, {BY_SOURCE}" if is_read else how)
+
+
+def _fused_states(stored: StoredHead) -> int:
+    """For how many states vLLM and SGLang make fc: they do not count the top-level list of layers."""
+    inner = eagle_config(stored.flat).get(AUX_IDS_KEY)
+    return stored.flat.get("num_aux_hidden_states") or len(inner or (0, 1, 2))
 
 
 def _layers_read(stored: StoredHead, engine: str) -> list[int] | None:
@@ -85,6 +99,8 @@ def _layers_read(stored: StoredHead, engine: str) -> list[int] | None:
 
 
 def _openvino_effect(layers: list[int] | None, *, lacks_maps: bool) -> Effect:
+    if layers and len(layers) != 3:
+        return Effect(REFUSED, f"takes exactly three aux layers, not {len(layers)}, {BY_SOURCE}")
     if layers and min(layers) < 1:
         return Effect(REFUSED, f"cannot read layer {min(layers)}: it counts the outputs of blocks")
     shown = f" {' '.join(str(x - 1) for x in layers)}" if layers else ""

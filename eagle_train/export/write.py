@@ -23,10 +23,10 @@ from eagle_train.export.engines import (
     serve_command,
     steps,
 )
-from eagle_train.export.findings import LLAMACPP, OPENVINO, SGLANG, VLLM
+from eagle_train.export.findings import LLAMACPP, OPENVINO, SGLANG, VLLM, WRONG, Finding
 from eagle_train.export.record import RunRecord, read_run_record
 from eagle_train.files import write_atomically, write_json
-from eagle_train.model.checkpoint import SPECIAL_TOKENS, draft_config_of, official_config
+from eagle_train.model.checkpoint import SPECIAL_TOKENS, draft_config_of, official_config, t2d_of
 from eagle_train.model.eagle3 import Eagle3Config
 from eagle_train.model.layouts import (
     AUX_IDS_KEY,
@@ -35,8 +35,8 @@ from eagle_train.model.layouts import (
     SPECULATORS,
     StoredHead,
     read_stored_head,
-    unsupported,
 )
+from eagle_train.model.options import unsupported
 from eagle_train.model.target import read_target_config
 
 NEED_TARGET = (SPECULATORS_FORMAT, OPENVINO, LLAMACPP)
@@ -68,11 +68,11 @@ def export_draft_head(draft: str | Path, engine: str, out: str | Path, target: s
     record = read_run_record(draft)
     if record.is_mock:
         raise InputError(f"--draft {draft} was trained on random tokens; train on conversations to export")
-    target = target or record.target
+    target = record.target if target is None else target
     if target is None and engine in NEED_TARGET:
         raise InputError(f"--to {engine} needs the target's config and weights; name it with --target")
     stored = read_stored_head(draft)
-    target_config = read_target_config(target) if target else None
+    target_config = None if target is None else read_target_config(target)
     config = _fitted_config(stored, target, target_config, record, engine)
     tensors = _tensors(stored, config, always_maps=engine == OPENVINO)
     served = _served(out, engine, config, tensors["fc.weight"].dtype, target, target_config)
@@ -119,9 +119,13 @@ def _served(
 
 
 def _check_out(draft: Path, out: Path) -> None:
-    if out.exists() and not out.is_dir():
+    try:
+        is_taken, is_full = out.exists() and not out.is_dir(), out.is_dir() and any(out.iterdir())
+    except OSError as error:
+        raise _cannot_be_written(out, error) from error
+    if is_taken:
         raise InputError(f"--out {out} is a file; name a directory")
-    if out.is_dir() and any(out.iterdir()):
+    if is_full:
         own = " (it is --draft itself)" if out.resolve() == draft.resolve() else ""
         raise InputError(f"--out {out} is not empty{own}; name another directory")
 
@@ -144,7 +148,10 @@ def _fitted_config(
     findings = head_findings(stored)
     if target is not None and target_config is not None:
         embedding = read_target_embedding(target) if EMBEDDING in stored.tensors else None
-        findings += target_findings(stored, target_config, embedding, record)
+        beside_target = target_findings(stored, target_config, embedding, record)
+        findings += beside_target
+        if lost := [f.effects[engine].why for f in beside_target if _is_lost(f, engine)]:
+            raise InputError(f"{where}: cannot be exported --to {engine}, which {'; '.join(lost)}")
     if faults := [finding.text for finding in findings if finding.is_fault]:
         raise InputError(f"{where}: cannot be exported --to {engine}: {'; '.join(faults)}")
     if engine in (SGLANG, OPENVINO) and config.aux_layer_ids and config.aux_layer_ids[0] < 1:
@@ -156,6 +163,11 @@ def _fitted_config(
     return config
 
 
+def _is_lost(finding: Finding, engine: str) -> bool:
+    """Whether an engine does not honour what is no fault of the head's."""
+    return not finding.is_fault and engine in finding.effects and finding.effects[engine].verdict == WRONG
+
+
 def _tensors(stored: StoredHead, config: Eagle3Config, *, always_maps: bool) -> dict[str, Tensor]:
     """The stored tensors, with both maps as the layout has them. For a whole vocabulary it has none, but
     OpenVINO's converter registers both and leaves them unset where they are missing (always_maps).
@@ -163,9 +175,7 @@ def _tensors(stored: StoredHead, config: Eagle3Config, *, always_maps: bool) -> 
     tensors = {name: tensor for name, tensor in stored.tensors.items() if name not in ("d2t", "t2d")}
     if config.draft_vocab_size < config.vocab_size:
         d2t = stored.tensors["d2t"].long()
-        t2d = torch.zeros(config.vocab_size, dtype=torch.bool)
-        t2d[d2t + torch.arange(len(d2t))] = True
-        tensors |= {"d2t": d2t, "t2d": t2d}
+        tensors |= {"d2t": d2t, "t2d": t2d_of(d2t, config.vocab_size)}
     elif always_maps:
         tensors["d2t"] = torch.zeros(config.vocab_size, dtype=torch.int64)
         tensors["t2d"] = torch.ones(config.vocab_size, dtype=torch.bool)
@@ -248,6 +258,8 @@ def _write(
             (out / STEPS).chmod(0o755)
         write_json(out / "config.json", values)
     except OSError as error:
-        raise InputError(
-            f"--out {out} cannot be written ({error.strerror}); name another directory"
-        ) from error
+        raise _cannot_be_written(out, error) from error
+
+
+def _cannot_be_written(out: Path, error: OSError) -> InputError:
+    return InputError(f"--out {out} cannot be written ({error.strerror}); name another directory")

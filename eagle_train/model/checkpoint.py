@@ -18,7 +18,6 @@ from eagle_train.errors import InputError
 from eagle_train.files import write_atomically, write_json
 from eagle_train.model.eagle3 import Eagle3Config, Eagle3DraftHead
 from eagle_train.model.faults import (
-    MAPS,
     layer_count_fault,
     layer_order_fault,
     map_fault,
@@ -33,8 +32,8 @@ from eagle_train.model.layouts import (
     aux_layer_ids,
     read_stored_head,
     rope_of,
-    unsupported,
 )
+from eagle_train.model.options import unsupported
 
 SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
@@ -88,25 +87,26 @@ def draft_head_of(stored: StoredHead) -> Eagle3DraftHead:
             f"`python -m eagle_train check {directory}` says which engines serve it as it is"
         )
     config = draft_config_of(stored)
-    head = Eagle3DraftHead(config)
-    expected = head.state_dict()
+    with torch.device("meta"):  # shapes alone: sizes that the tensors do not have must not be allocated
+        shapes = {name: tensor.shape for name, tensor in Eagle3DraftHead(config).state_dict().items()}
     tensors = dict(stored.tensors)
     if config.draft_vocab_size == config.vocab_size:
-        for name in MAPS:
-            tensors.setdefault(name, expected[name])
-    if "t2d" not in tensors and "d2t" in tensors:
-        tensors["t2d"] = _derived_t2d(tensors["d2t"], config)
-    shapes = {name: tensor.shape for name, tensor in expected.items()}
+        tensors.setdefault("d2t", torch.zeros(config.vocab_size, dtype=torch.int64))
+    if (
+        "t2d" not in tensors and "d2t" in tensors
+    ):  # engines read no other map than d2t, so it can be derived from that
+        del shapes["t2d"]
     if EMBEDDING in tensors:
         shapes[EMBEDDING] = torch.Size((config.vocab_size, config.hidden_size))
     own_names = {stored.prefixed.get(name, name): tensor for name, tensor in tensors.items()}
     if problems := _problems(own_names, shapes):
         raise InputError(f"{directory}: not a sound EAGLE-3 head: {'; '.join(problems)}")
-    # The second map is compared only where the file has one: what was derived here cannot disagree.
-    if fault := map_fault(tensors["d2t"], stored.tensors.get("t2d"), config.vocab_size):
+    if fault := map_fault(tensors["d2t"], tensors.get("t2d"), config.vocab_size):
         raise InputError(f"{directory}: not a sound EAGLE-3 head: {fault}")
+    tensors["t2d"] = t2d_of(tensors["d2t"], config.vocab_size)
     # Some published heads carry the target's embedding; ours is always the target's own.
     tensors.pop(EMBEDDING, None)
+    head = Eagle3DraftHead(config)
     head.load_state_dict(tensors)
     return head
 
@@ -174,9 +174,8 @@ def official_config(config: Eagle3Config, dtype: str, special: dict[str, Any]) -
     }
 
 
-def _derived_t2d(d2t_D: Tensor, config: Eagle3Config) -> Tensor:
-    """The second map where a file holds the first alone, as engines read no other."""
-    ids_D = d2t_D.flatten().long() + torch.arange(d2t_D.numel())
-    t2d_V = torch.zeros(config.vocab_size, dtype=torch.bool)
-    t2d_V[ids_D[(ids_D >= 0) & (ids_D < config.vocab_size)]] = True
+def t2d_of(d2t_D: Tensor, vocab_size: int) -> Tensor:
+    """The second map `[V]`, which marks the target ids of a sound first one."""
+    t2d_V = torch.zeros(vocab_size, dtype=torch.bool)
+    t2d_V[d2t_D.long() + torch.arange(len(d2t_D))] = True
     return t2d_V

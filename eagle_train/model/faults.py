@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from eagle_train.model.layouts import aux_layer_ids
+from eagle_train.model.layouts import MOST, aux_layer_ids
 
 REQUIRED = ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
 MAPS = ("d2t", "t2d")
@@ -29,6 +29,8 @@ def size_faults(flat: Mapping[str, Any]) -> list[str]:
         found.append(f"{heads} heads cannot share {groups} key-value heads evenly")
     if (size := flat.get("head_dim", flat["hidden_size"] // heads)) % 2 or size < 1:
         found.append(f"heads of size {size} cannot be rotated in pairs")
+    if heads * size > MOST:
+        found.append(f"{heads} heads of size {size} are {heads * size:,} wide, above {MOST:,}")
     if D > V:
         found.append(f"draft_vocab_size {D:,} is above vocab_size {V:,}")
     return found
@@ -58,14 +60,16 @@ def value_fault(name: str, tensor: Tensor) -> str | None:
         tensor = tensor.float()
     if not bool(tensor.isfinite().all()):
         return f"{name} holds a NaN or an infinity"
-    return f"{name} is all zero: never trained" if tensor.ndim == 2 and not bool(tensor.any()) else None
+    # A bias may be zero; a weight of zeros, a norm's as well, gives nothing to accept.
+    is_lost = name.endswith(".weight") and not bool(tensor.any())
+    return f"{name} is all zero: never trained" if is_lost else None
 
 
 def map_fault(d2t_D: Tensor, t2d_V: Tensor | None, vocab_size: int) -> str | None:
     """d2t must hold offsets (target id = i + d2t[i]) of distinct ids inside the vocabulary, and t2d, where
     it is there, must mark the same ids: maps that disagree accept nothing, silently.
     """
-    if d2t_D.is_floating_point():
+    if not holds_whole_numbers(d2t_D):
         return f"d2t is {str(d2t_D.dtype).removeprefix('torch.')}; it must hold whole numbers"
     ids_D = d2t_D.long() + torch.arange(len(d2t_D))
     if _is_map(ids_D, t2d_V, vocab_size) and not _looks_absolute(d2t_D, t2d_V):
@@ -79,6 +83,11 @@ def map_fault(d2t_D: Tensor, t2d_V: Tensor | None, vocab_size: int) -> str | Non
     if twice := len(ids_D) - len(ids_D.unique()):
         return f"d2t names {twice:,} target ids more than once"
     return "d2t and t2d disagree on which tokens the draft vocabulary holds"
+
+
+def holds_whole_numbers(tensor: Tensor) -> bool:
+    """Whether a tensor's dtype is one of integers."""
+    return not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)
 
 
 def _is_map(ids_D: Tensor, t2d_V: Tensor | None, vocab_size: int) -> bool:

@@ -9,10 +9,10 @@ unpickled.
 """
 
 import json
-import math
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 from safetensors import SafetensorError
@@ -32,11 +32,14 @@ DEFAULT_RMS_NORM_EPS = 1e-6  # of transformers' LlamaConfig, which engines read 
 BUFFER = ".rotary_emb.inv_freq"
 # What torch.compile, DDP and a surrounding model put before a name.
 PREFIXES = ("_orig_mod.", "module.", "model.")
-SIZES = (
-    "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim",
-    "num_hidden_layers", "vocab_size", "draft_vocab_size", "max_position_embeddings", "target_hidden_size",
-)  # fmt: skip
-LAYER_FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+# The largest value of each size: far above any real head's, and a loop or a shape of it still ends.
+MOST, MOST_LAYERS, MOST_POSITIONS, MOST_NUMBER = 2**24, 1000, 2**31, 1e30
+SIZES = {
+    "hidden_size": MOST, "intermediate_size": MOST, "num_attention_heads": MOST, "num_key_value_heads": MOST,
+    "head_dim": MOST, "num_hidden_layers": MOST_LAYERS, "vocab_size": MOST, "draft_vocab_size": MOST,
+    "target_hidden_size": MOST, "num_aux_hidden_states": MOST_LAYERS,
+    "max_position_embeddings": MOST_POSITIONS,
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +48,8 @@ class StoredHead:
 
     config: `config.json` as it is; flat: the same as one flat dict, where speculators nests; tensors: under
     official names (EAGLE-1: its own); prefixed: the file's own name of each tensor whose prefix was taken
-    off here; buffers: names in the file that are no weights (`BUFFER`) and were left out.
+    off here; buffers: names in the file that are no weights (`BUFFER`) and were left out; beside: weight
+    files that some loaders read and that were not read here.
     """
 
     directory: Path
@@ -56,11 +60,15 @@ class StoredHead:
     tensors: dict[str, Tensor]
     prefixed: dict[str, str] = field(default_factory=dict)
     buffers: tuple[str, ...] = ()
+    beside: tuple[str, ...] = ()
 
     def option(self, name: str) -> Any:
-        """One of `LAYER_FLAGS`, from the flat config or its `eagle_config`; None where the file is silent."""
-        value = self.flat.get(name)
-        return value if value is not None else eagle_config(self.flat).get(name)
+        """An option from the flat config or its `eagle_config`, where engines look for it in one or the
+        other: what is set in either; None where both are silent.
+        """
+        values = (self.flat.get(name), eagle_config(self.flat).get(name))
+        told = [value for value in values if value is not None]
+        return next((value for value in told if value), told[0] if told else None)
 
 
 def read_stored_head(directory: str | Path) -> StoredHead:
@@ -98,17 +106,18 @@ def read_stored_head(directory: str | Path) -> StoredHead:
         {name: named[own] for name, own in names.items()},
         {name: own for name, own in names.items() if own.startswith(PREFIXES)},
         buffers,
+        files_beside(directory),
     )
 
 
 def read_config_json(directory: Path) -> dict[str, Any]:
     """`config.json` as a dict. Raises InputError where it is absent or no JSON object."""
     path = directory / "config.json"
-    if not path.is_file():
+    if not os.path.isfile(path):  # Path.is_file raises where a name is too long
         raise InputError(f"{path} does not exist; name a directory that holds a trained draft head")
     try:
         values = json.loads(path.read_text())
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise InputError(f"{path} is not JSON: {error}") from error
     if not isinstance(values, dict):
         raise InputError(f"{path} holds no JSON object; it is not an EAGLE-3 head's config")
@@ -141,7 +150,7 @@ def weight_files(directory: Path) -> list[Path]:
         return [single]
     if index.is_file():
         files = [directory / name for name in sorted(set(read_weight_map(index).values()))]
-        if lost := [path.name for path in files if not path.is_file()]:
+        if lost := [path.name for path in files if not os.path.isfile(path)]:
             raise InputError(f"{index} lists {', '.join(lost[:3])}, which is absent; fetch the missing shard")
         return files
     if files := sorted(directory.glob("*.safetensors")):
@@ -153,14 +162,32 @@ def weight_files(directory: Path) -> list[Path]:
     )
 
 
+def files_beside(directory: Path) -> tuple[str, ...]:
+    """Weight files that engines read beside those of `weight_files`, or instead of them: without an index
+    every .safetensors file, with one those that it lists.
+    """
+    read = {path.name for path in weight_files(directory)}
+    index = directory / INDEX
+    if index.is_file():
+        return tuple(sorted(set(read_weight_map(index).values()) - read))
+    return tuple(sorted({path.name for path in directory.glob("*.safetensors")} - read))
+
+
 def read_weight_map(index: Path) -> dict[str, str]:
-    """File of each tensor, from `model.safetensors.index.json`. Raises InputError where it is none."""
+    """File of each tensor, from `model.safetensors.index.json`. Raises InputError where it is none, or names
+    a file outside its directory.
+    """
     try:
         values = json.loads(index.read_text())["weight_map"]
-    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
-        raise InputError(f"{index} is not an index of shards: {error!r}") from error
+    except (OSError, ValueError, RecursionError, KeyError, TypeError) as error:
+        raise InputError(f"{index} is not an index of shards: {shown(error)}") from error
     if not isinstance(values, dict) or not all(isinstance(name, str) for name in values.values()):
         raise InputError(f"{index} is not an index of shards: weight_map must map tensors to file names")
+    for name in values.values():
+        if (path := PurePath(name)).is_absolute() or ".." in path.parts:
+            raise InputError(
+                f"{index} names {name}, which lies outside its directory; keep the shards beside it"
+            )
     return values
 
 
@@ -190,7 +217,9 @@ def flat_config(config: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(layer, dict):
         # A null means that the key is absent, but for one that some engines stumble over.
         return {k: v for k, v in config.items() if v is not None or k == "target_hidden_size"}
-    outer = {k: v for k, v in config.items() if k not in ("transformer_layer_config", "architectures")}
+    # The outer class and type are the speculator's; the layer has its own.
+    own = ("transformer_layer_config", "architectures", "model_type")
+    outer = {k: v for k, v in config.items() if k not in own}
     # The outer null of target_hidden_size means "as the draft's"; engines leave it out.
     if outer.get("target_hidden_size") is None:
         outer.pop("target_hidden_size", None)
@@ -200,24 +229,30 @@ def flat_config(config: dict[str, Any]) -> dict[str, Any]:
 def _ill_typed(flat: dict[str, Any]) -> list[str]:
     """Values that the rest of this package would stumble over, each with what it must be."""
     numbers = {"rms_norm_eps": flat.get("rms_norm_eps"), "rope_theta": flat.get("rope_theta")}
-    numbers["rope_parameters"] = _rope_parameters(flat).get("rope_theta")
+    numbers["rope_parameters"] = rope_parameters(flat).get("rope_theta")
     lists = {AUX_IDS_KEY: flat.get(AUX_IDS_KEY), "eagle_config": eagle_config(flat).get(AUX_IDS_KEY)}
     words = {key: flat.get(key) for key in ("architectures", "layer_types")}
     wrong = [
-        f"{key} is {flat[key]!r}, not a whole number above 0"
-        for key in SIZES
-        if flat.get(key) is not None and (type(flat[key]) is not int or flat[key] < 1)
+        f"{key} is {shown(flat[key])}, not a whole number from 1 to {most:,}"
+        for key, most in SIZES.items()
+        if flat.get(key) is not None and (type(flat[key]) is not int or not 1 <= flat[key] <= most)
     ]
     wrong += [
-        f"{key} is {value!r}, not a number above 0"
+        f"{key} is {shown(value)}, not a number above 0"
         for key, value in numbers.items()
-        if value is not None and (type(value) not in (int, float) or not 0 < value < math.inf)
+        if value is not None and (type(value) not in (int, float) or not 0 < value <= MOST_NUMBER)
     ]
     for named, kind, what in ((lists, int, "layers"), (words, str, "words")):
         for key, value in named.items():
             if value is not None and not (isinstance(value, list) and all(type(v) is kind for v in value)):
-                wrong.append(f"{key} is {value!r}, not a list of {what}")
+                wrong.append(f"{key} is {shown(value)}, not a list of {what}")
     return wrong
+
+
+def shown(value: object) -> str:
+    """A value as a message shows it: in one line of bounded length."""
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:70]}..."
 
 
 def aux_layer_ids(flat: dict[str, Any]) -> list[int] | None:
@@ -234,60 +269,17 @@ def aux_layer_ids(flat: dict[str, Any]) -> list[int] | None:
 
 def rope_of(flat: dict[str, Any]) -> tuple[float, str]:
     """Rotary base and kind of scaling ("default" for none), from either config schema."""
-    parameters = _rope_parameters(flat)
+    parameters = rope_parameters(flat)
     kind = parameters.get("rope_type") or parameters.get("type") or "default"
     return float(parameters.get("rope_theta") or flat.get("rope_theta") or 10_000.0), kind
 
 
-def _rope_parameters(flat: dict[str, Any]) -> dict[str, Any]:
+def rope_parameters(flat: dict[str, Any]) -> dict[str, Any]:
+    """The rotary parameters of full attention, from either config schema; empty where there are none."""
     parameters = flat.get("rope_parameters") or flat.get("rope_scaling")
     parameters = parameters if isinstance(parameters, dict) else {}
     nested = parameters.get("full_attention")
     return nested if isinstance(nested, dict) else parameters
-
-
-def unsupported(stored: StoredHead) -> list[str]:
-    """What this head has that our draft layer does not, so that training on from it would be wrong."""
-    flat = stored.flat
-    if stored.algorithm != EAGLE3:
-        return [f"it is an {stored.algorithm} head, and the draft layer here is EAGLE-3's"]
-    found = [f"{name} is true" for name in LAYER_FLAGS if stored.option(name)]
-    if stored.layout == SPECULATORS and stored.option("norm_before_residual") is None:
-        found.append(
-            "norm_before_residual is not written, and engines disagree on its default (vLLM true, llama.cpp "
-            "false); write what it was trained with"
-        )
-    found += [f"{name} is true" for name in ("attention_bias", "mlp_bias") if flat.get(name)]
-    if flat.get("num_hidden_layers", 1) != 1:
-        found.append(f"num_hidden_layers is {flat['num_hidden_layers']}")
-    if flat.get("model_type") == "qwen3":
-        found.append("model_type is qwen3, whose attention norms queries and keys")
-    ids = aux_layer_ids(flat)
-    if ids is not None and len(ids) != 3:
-        found.append(f"it reads {len(ids)} aux layers {ids}, and heads here read three layers")
-    is_whole = flat.get("draft_vocab_size", flat.get("vocab_size")) == flat.get("vocab_size")
-    if is_whole and "lm_head.weight" not in stored.tensors:
-        found.append(
-            "it has no lm_head.weight and shares the target's; put that into its model.safetensors to train, "
-            "measure or export it"
-        )
-    if flat.get("hidden_act", "silu") != "silu":
-        found.append(f"hidden_act is {flat['hidden_act']}")
-    width = flat.get("target_hidden_size")
-    if width is not None and width != flat.get("hidden_size"):
-        found.append(f"target_hidden_size is {width}, not hidden_size {flat.get('hidden_size')}")
-    if slides(flat):
-        found.append(f"its attention slides over {flat.get('sliding_window')} tokens")
-    if (kind := rope_of(flat)[1]) != "default":
-        found.append(f"rotary scaling of type {kind!r}")
-    return found
-
-
-def slides(flat: dict[str, Any]) -> bool:
-    """Whether the draft layer's attention has a window."""
-    if flat.get("layer_types"):
-        return "sliding_attention" in flat["layer_types"]
-    return bool(flat.get("use_sliding_window") and flat.get("sliding_window"))
 
 
 def eagle_config(flat: dict[str, Any]) -> dict[str, Any]:

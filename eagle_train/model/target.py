@@ -3,6 +3,7 @@
 Shapes: T rows, R chosen rows, H hidden, V vocabulary.
 """
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -11,6 +12,7 @@ from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -194,20 +196,41 @@ def load_target(
 
 def read_target_config(name_or_path: str, trust_remote_code: bool = False) -> Any:
     """The target's text config alone, before any weight is read. Raises InputError as `load_target` does."""
-    if not Path(name_or_path).exists() and (
+    if not name_or_path.strip():
+        raise InputError("--target is empty; name a directory or a Hugging Face id")
+    # os.path answers where a name is too long for a file; Path raises.
+    if not os.path.exists(name_or_path) and (
         name_or_path.startswith(("/", ".")) or name_or_path.count("/") > 1
     ):
         raise InputError(f"--target {name_or_path} does not exist; name a directory or a Hugging Face id")
-    if Path(name_or_path).is_dir() and not any(Path(name_or_path).glob("*.safetensors")):
+    if os.path.isdir(name_or_path) and not any(Path(name_or_path).glob("*.safetensors")):
         raise InputError(
             f"--target {name_or_path} holds no .safetensors file; other weight formats are not unpickled. "
             "Convert it with `AutoModelForCausalLM.from_pretrained(...).save_pretrained(...)` first"
         )
     try:
         config = AutoConfig.from_pretrained(name_or_path, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, KeyError) as error:
+        text_config = config.get_text_config()
+    except (
+        OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, StrictDataclassError,
+    ) as error:  # fmt: skip
         raise _not_loadable(name_or_path, error) from error
-    return config.get_text_config()
+    if wrong := _wrong_values(text_config):
+        raise InputError(f"--target {name_or_path}: its config.json cannot be read ({wrong}); mend it")
+    # Only the outer config of a multimodal model names its class.
+    text_config.architectures = text_config.architectures or config.architectures
+    return text_config
+
+
+def _wrong_values(text_config: Any) -> str | None:
+    """The first value that is not what everything here takes it for; transformers checks some by family."""
+    for name in ("hidden_size", "vocab_size", "num_hidden_layers"):
+        if type(value := getattr(text_config, name, None)) is not int or value < 1:
+            return f"{name} is {value!r}, not a whole number above 0"
+    theta = _rope_parameters(text_config).get("rope_theta") or getattr(text_config, "rope_theta", None)
+    if theta is not None and (type(theta) not in (int, float) or not 0 < theta < float("inf")):
+        return f"rope_theta is {theta!r}, not a number above 0"
+    return None
 
 
 def _not_loadable(name_or_path: str, error: Exception) -> InputError:
@@ -384,7 +407,8 @@ def _capture_into(captured: dict[int, Tensor], layer_id: int) -> Any:
 def _rope_parameters(config: Any) -> dict[str, Any]:
     """Rotary parameters; families with several rotary embeddings keep one dict a layer type (Gemma 3)."""
     parameters = getattr(config, "rope_parameters", None) or {}
-    return parameters.get("full_attention", parameters)
+    nested = parameters.get("full_attention")
+    return nested if isinstance(nested, dict) else parameters
 
 
 def _rope_theta(config: Any) -> float:

@@ -15,6 +15,8 @@ from eagle_train.errors import InputError
 from eagle_train.export.check import check_draft_head
 from eagle_train.export.write import export_draft_head
 from eagle_train.model.checkpoint import load_draft_head
+from eagle_train.model.layouts import read_stored_head
+from eagle_train.model.options import NEUTRAL, NEUTRAL_EAGLE3, unsupported
 from eagle_train.model.target import FrozenTarget, load_target
 from tests.export.heads import V_D, Tensors, change_config, change_tensors, config_in, copy_of, save_head
 
@@ -107,12 +109,29 @@ CASES: dict[str, tuple[str, Damage, str]] = {
     "a prefixed embedding": ("part", added(model__embed_tokens__weight=torch.ones(5, 32)), FAULT),
     "weights of zeros": ("part", added(lm_head__weight=torch.zeros(V_D, 32)), FAULT),
     "quantised weights": ("part", added(lm_head__weight=torch.ones(V_D, 32).to(torch.int8)), FAULT),
+    "a norm of zeros": ("part", added(norm__weight=torch.zeros(32)), FAULT),
+    "a norm of the layer of zeros": ("part", added(midlayer__hidden_norm__weight=torch.zeros(32)), FAULT),
     "a norm without numbers": ("part", added(norm__weight=torch.full((32,), float("nan"))), FAULT),
     "one surplus bias": ("part", added(fc__bias=torch.zeros(32)), FAULT),
     "no second map": ("part", lost("t2d"), SOUND),
     "no first map": ("part", lost("d2t"), FAULT),
     "no output head": ("part", lost("lm_head.weight"), FAULT),
     "a map of floats": ("part", tensors(lambda t: t | {"d2t": t["d2t"].float()}), FAULT),
+    "a map of floats alone": (
+        "part", both(lost("t2d"), tensors(lambda t: t | {"d2t": t["d2t"].float()})), FAULT,
+    ),
+    "a map of complex numbers": (
+        "part", both(lost("t2d"), tensors(lambda t: t | {"d2t": t["d2t"].to(torch.complex64)})), FAULT,
+    ),
+    "a map of truths": ("part", tensors(lambda t: t | {"d2t": t["d2t"].bool()}), FAULT),
+    "the whole vocabulary's maps": (
+        "whole", tensors(lambda t: t | {"d2t": torch.zeros(len(t["lm_head.weight"]), dtype=torch.int32)}),
+        SOUND,
+    ),
+    "sizes that no tensor has": ("part", config(intermediate_size=2**24), FAULT),
+    "heads too many to be laid out": (
+        "part", config(num_attention_heads=2**24, num_key_value_heads=2), FAULT,
+    ),
     "absolute ids alone": ("part", tensors(absolute_ids_alone), FAULT),
     "a second map that disagrees": ("part", tensors(lambda t: t | {"t2d": t["t2d"].roll(1)}), FAULT),
     "a second map alone that marks nothing": ("whole", tensors(empty_second_map), FAULT),
@@ -121,6 +140,25 @@ CASES: dict[str, tuple[str, Damage, str]] = {
         "part", both(config(**{IDS_KEY: [1, 3, 5, 7]}), added(fc__weight=torch.ones(32, 128))), "reads 4 aux",
     ),
     "a normed residual": ("part", config(norm_before_residual=True), "norm_before_residual is true"),
+    "a nested option": ("part", config(eagle_config={"norm_output": True}), "norm_output is true"),
+    "an option that is set in one place of two": (
+        "part", config(norm_output=False, eagle_config={"norm_output": True}), "norm_output is true",
+    ),
+    "neutral options": (
+        "part", config(partial_rotary_factor=1.0, logit_scale=1, eagle_config={"use_aux_hidden_state": True}),
+        SOUND,
+    ),
+    "rotation of a part": ("part", config(partial_rotary_factor=0.5), "partial_rotary_factor is 0.5"),
+    "rotation of a part, nested": (
+        "part", config(rope_parameters={"rope_type": "default", "partial_rotary_factor": 0.5}),
+        "partial_rotary_factor is 0.5",
+    ),
+    "one state alone": (
+        "part", config(eagle_config={"use_aux_hidden_state": False}), "use_aux_hidden_state is False",
+    ),
+    "scaled logits": ("part", config(logit_scale=-1), "logit_scale is -1"),
+    "quantisation": ("part", config(quantization_config={"quant_method": "fp8"}), "quantization_config is"),
+    "another family": ("part", config(model_type="gemma2"), "model_type is gemma2"),
     "another activation": ("part", config(hidden_act="gelu"), "hidden_act is gelu"),
     "scaled rotation": ("part", config(rope_scaling={"rope_type": "linear"}), "rotary scaling of type"),
     "a window": ("part", config(use_sliding_window=True, sliding_window=64), "slides over 64"),
@@ -146,6 +184,34 @@ def test_check_load_and_export_agree(
             attempt(head)
         assert verdict == FAULT or verdict in str(refusal.value)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_map_of_complex_numbers_is_not_cast(heads: dict[str, Path], tmp_path: Path) -> None:
+    head = copy_of(heads["part"], tmp_path / "head")
+    change_tensors(head, lambda t: t | {"d2t": t["d2t"].to(torch.complex64)})
+    assert [f.text for f in check_draft_head(head).findings] == [
+        "d2t is complex64; it must hold whole numbers"
+    ]
+    with pytest.raises(InputError, match="d2t is complex64"):
+        load_draft_head(head)
+
+
+@pytest.mark.parametrize("key", sorted({**NEUTRAL, **NEUTRAL_EAGLE3}))
+def test_every_option_of_the_table_is_refused_and_told(
+    key: str, heads: dict[str, Path], tmp_path: Path
+) -> None:
+    """At the top level and in eagle_config, and not where its value changes nothing."""
+    neutral = {**NEUTRAL, **NEUTRAL_EAGLE3}[key]
+    value = (not neutral) if isinstance(neutral, bool) else {"x": 7} if neutral == {} else 7
+    places = ({key: value}, True), ({"eagle_config": {key: value}}, True), ({key: neutral}, False)
+    for number, (values, is_told) in enumerate(places):
+        head = copy_of(heads["part"], tmp_path / f"{number}")
+        change_config(head, **values)
+        stored = read_stored_head(head)
+        assert any(text.startswith(f"{key} is ") for text in unsupported(stored)) == is_told
+        texts = [finding.text for finding in check_draft_head(head).findings]
+        assert any(text.startswith(f"{key} is ") for text in texts) == is_told
 
 
 def test_an_absent_epsilon_is_the_one_that_engines_take(heads: dict[str, Path], tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from eagle_train.export.check import CheckReport, check_draft_head
 from eagle_train.export.write import export_draft_head
 from eagle_train.model.checkpoint import load_draft_head
-from eagle_train.model.target import FrozenTarget, load_target
+from eagle_train.model.target import FrozenTarget
 from tests.export.heads import (
     V_D,
     Tensors,
@@ -20,7 +20,6 @@ from tests.export.heads import (
     change_tensors,
     command,
     config_in,
-    copy_of,
     save_head,
     tensors_in,
 )
@@ -29,24 +28,6 @@ from tests.tiny import write_target
 IDS_KEY = "eagle_aux_hidden_state_layer_ids"
 ENGINES = ("vllm", "sglang", "tensorrt-llm", "openvino", "llamacpp")
 LOADS, UNKNOWN, WRONG, REFUSED = "loads", "not known", "loads but wrong", "refused"
-
-
-@pytest.fixture(scope="module")
-def target(target_dir: Path) -> FrozenTarget:
-    return load_target(str(target_dir), dtype=torch.float32, device=torch.device("cpu"))
-
-
-@pytest.fixture(scope="module")
-def head_dir(target: FrozenTarget, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("head") / "head"
-    save_head(directory, target)
-    return directory
-
-
-@pytest.fixture
-def head(head_dir: Path, tmp_path: Path) -> Path:
-    """A copy to damage."""
-    return copy_of(head_dir, tmp_path / "head")
 
 
 def faults(report: CheckReport) -> list[str]:
@@ -386,8 +367,14 @@ def test_an_eagle1_head_is_known(head: Path, target_dir: Path) -> None:
     report = check_draft_head(head, str(target_dir))
     assert (report.stored.algorithm, faults(report)) == ("EAGLE-1", [])
     assert verdicts(report) == {
-        "vllm": LOADS, "sglang": LOADS, "tensorrt-llm": UNKNOWN, "openvino": REFUSED, "llamacpp": REFUSED,
+        "vllm": LOADS, "sglang": WRONG, "tensorrt-llm": UNKNOWN, "openvino": REFUSED, "llamacpp": REFUSED,
     }  # fmt: skip
+    for name, vllm, sglang in (("LlamaForCausalLMEagle", REFUSED, LOADS), ("Mystery", UNKNOWN, UNKNOWN)):
+        change_config(head, architectures=[name])
+        found = verdicts(check_draft_head(head))
+        assert (found["vllm"], found["sglang"]) == (vllm, sglang)
+    change_config(head, architectures=["LlamaForCausalLM"], logit_scale=0.5)
+    assert any(finding.text == "logit_scale is 0.5" for finding in check_draft_head(head).findings)
     assert "EAGLE-1" in command("export", "--draft", head, "--to", "vllm", "--out", head / "o").refusal()
 
 

@@ -5,24 +5,15 @@ import subprocess
 from pathlib import Path
 
 import pytest
-import torch
 
 from eagle_train.export.write import export_draft_head
-from eagle_train.model.target import load_target
-from tests.export.heads import command, copy_of, save_head
+from tests.export.heads import command, copy_of
 
 # Notes its directory, PYTHONPATH and words, one a line; the converters are given to it as scripts.
 FAKE = """#!/bin/bash
 {{ pwd; echo "PYTHONPATH=${{PYTHONPATH:-}}"; printf "%s\\n" "$@"; }} >> {log}
 cat > /dev/null
 """
-
-
-@pytest.fixture(scope="module")
-def head_dir(target_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("steps") / "head"
-    save_head(directory, load_target(str(target_dir), dtype=torch.float32, device=torch.device("cpu")))
-    return directory
 
 
 @pytest.fixture
