@@ -5,6 +5,8 @@ Skipped where an engine's environment is absent; `scripts/setup_engine.sh vllm|o
 
 import json
 import os
+import shlex
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,8 @@ from engine_cases import Case, Run, head_case, measure, probe_case, same_counts,
 
 from eagle_train import load_draft_head, load_target
 from eagle_train.decode.results import Prompt
-from eagle_train.export.write import export_draft_head
+from eagle_train.export.write import Exported, export_draft_head
+from scripts.engines.run_llamacpp import free_port, get, wait_until_ready
 from tests.commands import run, write_conversations
 from tests.tiny import write_target
 
@@ -144,6 +147,45 @@ def test_vllm_counts_an_exported_head_as_we_do(layout: str, wide_case: Case, tmp
         pytest.skip("vllm is not installed; scripts/setup_engine.sh vllm builds it")
     export_draft_head(wide_case.draft_dir, layout, tmp_path / "out")
     assert_counts_are_ours("vllm", replace(wide_case, draft_dir=tmp_path / "out"))
+
+
+def test_what_openvino_export_prints_serves(smollm2_case: Case, tmp_path: Path) -> None:
+    exported, env = run_steps("openvino", smollm2_case, tmp_path / "out")
+    served = subprocess.run(
+        ["python", "-c", exported.serve], cwd=exported.directory, env=env, capture_output=True, text=True
+    )
+    assert served.returncode == 0, served.stderr
+    assert served.stdout.strip()
+
+
+def test_what_llamacpp_export_prints_serves(smollm2_case: Case, tmp_path: Path) -> None:
+    exported, env = run_steps("llamacpp", smollm2_case, tmp_path / "out")
+    port = free_port()
+    command = [*shlex.split(exported.serve), "--port", str(port)]
+    with subprocess.Popen(command, cwd=exported.directory, env=env, stderr=subprocess.DEVNULL) as server:
+        try:
+            wait_until_ready(f"http://127.0.0.1:{port}", server)
+            request = {"prompt": "The capital of France is", "n_predict": 16, "temperature": 0}
+            answer = json.loads(get(f"http://127.0.0.1:{port}/completion", json.dumps(request).encode()))
+        finally:
+            server.terminate()
+    assert answer["content"].strip()
+    assert answer["timings"]["draft_n"] > 0
+
+
+def run_steps(engine: str, case: Case, out: Path) -> tuple[Exported, dict[str, str]]:
+    """Export, and run steps.sh in the engine's environment, as a user would; what was exported, and that
+    environment's variables.
+    """
+    directory = environment(engine)
+    if directory is None:
+        pytest.skip(f"{engine} is not installed; scripts/setup_engine.sh {engine} builds it")
+    exported = export_draft_head(case.draft_dir, engine, out)
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    env |= {"PATH": f"{directory / 'bin'}:{env['PATH']}", "LLAMA_CPP": str(directory / "llama.cpp")}
+    done = subprocess.run(["bash", out / "steps.sh"], env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return exported, env
 
 
 def assert_counts_are_ours(engine: str, case: Case) -> None:
