@@ -25,7 +25,7 @@ from eagle_train.export.engines import (
 )
 from eagle_train.export.findings import LLAMACPP, OPENVINO, SGLANG, VLLM
 from eagle_train.export.record import RunRecord, read_run_record
-from eagle_train.files import write_atomically, write_json
+from eagle_train.files import write_atomically, write_json, writing
 from eagle_train.model.checkpoint import SPECIAL_TOKENS, draft_config_of, official_config
 from eagle_train.model.eagle3 import Eagle3Config
 from eagle_train.model.layouts import (
@@ -237,17 +237,13 @@ def _write(
 ) -> None:
     """All files; the config last, so that a directory without one was cut short."""
     whole = {name: tensor.contiguous() for name, tensor in tensors.items()}
-    try:
+    with writing(out):
         out.mkdir(parents=True, exist_ok=True)
-        write_atomically(
-            out / "model.safetensors", lambda path: save_file(whole, path, metadata={"format": "pt"})
-        )
-        write_atomically(out / CARD, lambda path: path.write_text(card, encoding="utf-8"))
-        if remaining:
-            write_atomically(out / STEPS, lambda path: path.write_text(script(remaining), encoding="utf-8"))
-            (out / STEPS).chmod(0o755)
-        write_json(out / "config.json", values)
-    except OSError as error:
-        raise InputError(
-            f"--out {out} cannot be written ({error.strerror}); name another directory"
-        ) from error
+    write_atomically(
+        out / "model.safetensors", lambda path: save_file(whole, path, metadata={"format": "pt"})
+    )
+    write_atomically(out / CARD, lambda path: path.write_text(card, encoding="utf-8"))
+    if remaining:
+        write_atomically(out / STEPS, lambda path: path.write_text(script(remaining), encoding="utf-8"))
+        (out / STEPS).chmod(0o755)
+    write_json(out / "config.json", values)

@@ -333,17 +333,11 @@ def save(run: Run) -> None:
     run.state.plan_digest = run.schedule.digest(run.state.position)
     head, target_config = run.prepared.head, run.prepared.target.config
     head_config = stored_config(head.config, target_config, torch.float32)
-
-    def write() -> None:
-        try:
-            save_state(run.output_dir / "state", run.state, head, run.optimizer, head_config)
-        except OSError as error:
-            raise InputError(
-                f"{run.output_dir / 'state'} cannot be written ({error.strerror}); free some space"
-            ) from error
-
     # All ranks wait for it: a launcher kills the first one as soon as another ends.
-    run.ranks.together(write, first_only=True)
+    run.ranks.together(
+        lambda: save_state(run.output_dir / "state", run.state, head, run.optimizer, head_config),
+        first_only=True,
+    )
 
 
 def is_due(run: Run, every: int) -> bool:
