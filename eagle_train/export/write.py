@@ -19,6 +19,7 @@ from eagle_train.export.engines import (
     Served,
     default_aux_layer_ids,
     full_path,
+    num_drafted,
     script,
     serve_command,
     steps,
@@ -75,7 +76,10 @@ def export_draft_head(draft: str | Path, engine: str, out: str | Path, target: s
     target_config = read_target_config(target) if target else None
     config = _fitted_config(stored, target, target_config, record, engine)
     tensors = _tensors(stored, config, always_maps=engine == OPENVINO)
-    served = _served(out, engine, config, tensors["fc.weight"].dtype, target, target_config)
+    served = replace(
+        _served(out, engine, config, tensors["fc.weight"].dtype, target, target_config),
+        num_drafted=num_drafted(record.options.get("ttt_steps")),
+    )
     special = {
         name: getattr(target_config, name, None) if target_config else stored.flat.get(name)
         for name in SPECIAL_TOKENS
@@ -219,7 +223,7 @@ def _speculators_config(official: Mapping[str, Any], head: Served, target_config
             "proposal_methods": [
                 {
                     "proposal_type": "greedy",
-                    "speculative_tokens": 3,
+                    "speculative_tokens": head.num_drafted,
                     "verifier_accept_k": 1,
                     "accept_tolerance": 0.0,
                 }
