@@ -60,8 +60,8 @@ def planned_loader(
 
 
 def _ignore_signals(worker: int) -> None:
-    """A terminal and a job scheduler signal every process of a job, but only the training itself knows when to
-    end; a worker ends with it.
+    """A terminal and a job scheduler signal every process of a job, but only the training itself knows when
+    to end; a worker ends with it.
     """
     for signum in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signum, signal.SIG_IGN)

@@ -98,8 +98,8 @@ def after_interrupt(output_dir: Path) -> str:
 
 
 def run_steps(run: Run) -> int:
-    """Every step, with its figures, validations and saved states; returns the signal that ended the run early,
-    else 0.
+    """Every step, with its figures, validations and saved states; returns the signal that ended the run
+    early, else 0.
     """
     say(run, header(run.prepared, run.schedule, run.num_steps, run.learning_rate))
     run.log.write("start", run.state.step, report_values(run.prepared))
