@@ -8,7 +8,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from eagle_train.bundled import DEMO, target_path
-from eagle_train.errors import InputError, RankError
+from eagle_train.errors import InputError, RankError, Stopped
 
 COMMANDS = {
     "train": "train a draft head",
@@ -44,7 +44,9 @@ DEMO_CONFIG = DEMO / "config.yaml"
 
 
 def main(args: Sequence[str]) -> int:
-    """Run a command; 0 on success, 1 for an unsound head in `check`, 2 on bad input, 130 if interrupted."""
+    """Run a command; 0 on success, 1 for an unsound head in `check`, 2 on bad input, 130 if interrupted,
+    143 for a training that SIGTERM ended.
+    """
     is_named = bool(args) and not args[0].startswith("-")
     if not is_named and {"-h", "--help"} & set(args):
         print(list_commands())
@@ -59,6 +61,9 @@ def main(args: Sequence[str]) -> int:
     except RankError as error:
         print(f"eagle_train: {' '.join(str(error).split())}", file=sys.stderr)
         return 1
+    except Stopped as stopped:
+        print(f"eagle_train: {stopped}", file=sys.stderr)
+        return stopped.code
     except BrokenPipeError:  # the reader of our output, such as head, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
@@ -78,19 +83,29 @@ def list_commands() -> str:
 def run_command(command: str, args: Sequence[str]) -> int:
     if command == "check":
         return run_check(args)
-    if command in ("train", "plan"):
-        (run_train if command == "train" else run_plan)(with_demo_config(args))
-    else:
-        {"measure": run_measure, "plot": run_plot, "export": run_export}[command](args)
+    run = {
+        "train": run_train,
+        "plan": run_plan,
+        "measure": run_measure,
+        "plot": run_plot,
+        "export": run_export,
+    }[command]
+    run(args)
     return 0
 
 
 def run_train(args: Sequence[str]) -> None:
     # Imported here, as below, so that --help and mistakes in flags answer before PyTorch is loaded.
     from eagle_train.config import TrainConfig
-    from eagle_train.flags import parse
+    from eagle_train.flags import named_options, parse
 
-    config = parse(TrainConfig, args, command="train", description=TRAIN_DESCRIPTION)
+    named = named_options(TrainConfig, args, command="train", description=TRAIN_DESCRIPTION)
+    if named.get("resume") and not named.get("overwrite"):
+        from eagle_train.train.resume import resumed_config
+
+        config = resumed_config(named)
+    else:
+        config = parse(TrainConfig, with_demo_config(args), command="train", description=TRAIN_DESCRIPTION)
     from eagle_train.train.loop import train
 
     train(config)
@@ -100,6 +115,7 @@ def run_plan(args: Sequence[str]) -> None:
     from eagle_train.config import PlanConfig, TrainConfig
     from eagle_train.flags import parse_two
 
+    args = with_demo_config(args)
     options, config = parse_two(PlanConfig, TrainConfig, args, command="plan", description=PLAN_DESCRIPTION)
     from eagle_train.train.plan import plan
 
@@ -158,10 +174,7 @@ def run_check(args: Sequence[str]) -> int:
     report = check_draft_head(config.draft, config.target and target_path(config.target))
     print(format_report(report))
     if config.json:
-        try:
-            write_json(Path(config.json), report.to_dict())
-        except OSError as error:
-            raise InputError(f"--json {config.json} cannot be written: {error.strerror}") from error
+        write_json(Path(config.json), report.to_dict())
     return 0 if report.is_sound else 1
 
 

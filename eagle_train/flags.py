@@ -32,6 +32,11 @@ def parse(cls: type[Config], args: Sequence[str], *, command: str, description: 
     return cls(**_read(_fields(cls), args, command, description))
 
 
+def named_options(cls: type[Any], args: Sequence[str], *, command: str, description: str) -> dict[str, Any]:
+    """As `parse`, but only the options that a flag or the YAML file names."""
+    return _read(_fields(cls), args, command, description)
+
+
 def parse_two(
     first: type[Config], second: type[Other], args: Sequence[str], *, command: str, description: str
 ) -> tuple[Config, Other]:

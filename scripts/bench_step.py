@@ -26,7 +26,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -49,9 +49,11 @@ from eagle_train.model.target import FrozenTarget
 from eagle_train.model.target_attention import register_target_attention
 from eagle_train.train import prepare as prepare_module
 from eagle_train.train.distributed import Ranks
-from eagle_train.train.loop import Run, compile_run, start, train_step
+from eagle_train.train.lock import OutputLock
+from eagle_train.train.loop import Run, compile_run, train_step
 from eagle_train.train.report import format_table
 from eagle_train.train.schedule import Position
+from eagle_train.train.start import start
 
 DEFAULTS = ("--mock_data", "--mock_len", "256", "--mock_num_samples", "256", "--eval_fraction", "0")
 
@@ -93,7 +95,8 @@ def open_run(flags: list[str], *, compiled: bool, random_target: str | None = No
             words += ["--target", random_target]
             stack.enter_context(random_weights(random_target))
         config = parse(TrainConfig, words, command="train", description="bench_step")
-        run = start(config, Ranks())
+        lock = stack.enter_context(closing(OutputLock(Path(directory))))
+        run = start(config, Ranks(), lock)
         if compiled:
             compile_run(run)
         yield run

@@ -1,6 +1,7 @@
 """A plan as something that a DataLoader reads: batches for our loop, or sample indices for any other."""
 
 import os
+import signal
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -54,7 +55,16 @@ def planned_loader(
         sampler=range(first_step, len(batches)),
         num_workers=num_workers,
         pin_memory=pin_memory,
+        worker_init_fn=_ignore_signals,
     )
+
+
+def _ignore_signals(worker: int) -> None:
+    """A terminal and a job scheduler signal every process of a job, but only the training itself knows when
+    to end; a worker ends with it.
+    """
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(signum, signal.SIG_IGN)
 
 
 class MultipackSampler:

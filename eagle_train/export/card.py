@@ -4,7 +4,15 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
-from eagle_train.export.engines import IN_PYTHON, TARGET_WORD, Served, full_path, serve_command, steps
+from eagle_train.export.engines import (
+    IN_PYTHON,
+    TARGET_WORD,
+    Served,
+    full_path,
+    num_drafted,
+    serve_command,
+    steps,
+)
 from eagle_train.export.findings import (
     BY_SOURCE,
     ENGINES,
@@ -39,6 +47,7 @@ def write_model_card(directory: str | Path) -> Path:
         dtype=flat.get("torch_dtype", "float32"),
         aux_layer_ids=explicit or record.options.get("aux_layer_ids"),
         is_default=explicit is None,
+        num_drafted=num_drafted(record.options.get("ttt_steps")),
     )
     text = model_card(served, flat["draft_vocab_size"], flat["vocab_size"], record, None)
     path = directory / CARD

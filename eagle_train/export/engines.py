@@ -13,7 +13,7 @@ from pathlib import Path
 from eagle_train.export.findings import LLAMACPP, OPENVINO, SGLANG, TENSORRT, VLLM
 from eagle_train.model.layouts import OFFICIAL, SPECULATORS
 
-DRAFTED = 3  # tokens drafted a verify step in the commands that are shown
+MOST_DRAFTED = 3  # tokens drafted a verify step in the commands that are shown
 TARGET_WORD = "TARGET"  # stands in commands where the target is not known
 IN_PYTHON = (TENSORRT, OPENVINO)  # whose serve command is no shell line
 LLAMA_CPP_IS_SET = ': "${LLAMA_CPP:?set LLAMA_CPP to a source tree of llama.cpp that has EAGLE-3}"'
@@ -26,7 +26,7 @@ class Served:
 
     draft and a target on disk: by their full paths; target: else a Hugging Face id or `TARGET_WORD`;
     aux_layer_ids: entering states; None: unknown, because they are the default ones of a target that is not
-    known.
+    known; num_drafted: tokens a verify step, of `num_drafted`.
     """
 
     draft: str
@@ -35,6 +35,12 @@ class Served:
     dtype: str
     aux_layer_ids: Sequence[int] | None
     is_default: bool
+    num_drafted: int = MOST_DRAFTED
+
+
+def num_drafted(ttt_steps: int | None) -> int:
+    """Tokens to draft a verify step with a head that was trained for so many; None: it is not known."""
+    return min(MOST_DRAFTED, ttt_steps or MOST_DRAFTED)
 
 
 def full_path(name: str) -> str:
@@ -49,33 +55,33 @@ def default_aux_layer_ids(num_layers: int) -> tuple[int, int, int]:
 
 def serve_command(engine: str, head: Served) -> str | None:
     """The shell or Python line that serves the head; None where the engine does not read its layout."""
-    draft, target = shlex.quote(head.draft), shlex.quote(head.target)
+    draft, target, drafted = shlex.quote(head.draft), shlex.quote(head.target), head.num_drafted
     if engine == VLLM and head.layout == SPECULATORS:
         return f"vllm serve {draft}"
     if engine == VLLM:
-        speculation = {"method": "eagle3", "model": head.draft, "num_speculative_tokens": DRAFTED}
+        speculation = {"method": "eagle3", "model": head.draft, "num_speculative_tokens": drafted}
         return f"vllm serve {target} --speculative-config {shlex.quote(json.dumps(speculation))}"
     if engine == LLAMACPP:
         files = "-m target.gguf -md draft.gguf"
-        return f"llama-server {files} --spec-type draft-eagle3 --spec-draft-n-max {DRAFTED}"
+        return f"llama-server {files} --spec-type draft-eagle3 --spec-draft-n-max {drafted}"
     if head.layout != OFFICIAL:
         return None
     if engine == SGLANG:
         return (
             f"python -m sglang.launch_server --model-path {target} --speculative-algorithm EAGLE3 "
-            f"--speculative-draft-model-path {draft} --speculative-num-steps {DRAFTED} "
-            f"--speculative-eagle-topk 1 --speculative-num-draft-tokens {DRAFTED + 1}"
+            f"--speculative-draft-model-path {draft} --speculative-num-steps {drafted} "
+            f"--speculative-eagle-topk 1 --speculative-num-draft-tokens {drafted + 1}"
         )
     if engine == TENSORRT:
         layers = ""
         if not head.is_default and head.aux_layer_ids:
             layers = f", eagle3_layers_to_capture={{{', '.join(str(x - 1) for x in head.aux_layer_ids)}}}"
-        config = f"Eagle3DecodingConfig(max_draft_len={DRAFTED}, speculative_model={head.draft!r}{layers})"
+        config = f"Eagle3DecodingConfig(max_draft_len={drafted}, speculative_model={head.draft!r}{layers})"
         imports = "from tensorrt_llm import LLM; from tensorrt_llm.llmapi import Eagle3DecodingConfig"
         model = f"LLM({head.target!r}, speculative_config={config})"
         return f'{imports}; print({model}.generate("Hello").outputs[0].text)'
     draft_model = 'draft_model=openvino_genai.draft_model("draft_ov", "CPU")'
-    generate = f'generate("Hello", max_new_tokens=64, num_assistant_tokens={DRAFTED})'
+    generate = f'generate("Hello", max_new_tokens=64, num_assistant_tokens={drafted})'
     pipeline = f'openvino_genai.LLMPipeline("target_ov", "CPU", {draft_model})'
     return f"import openvino_genai; print({pipeline}.{generate})"
 

@@ -19,13 +19,14 @@ from eagle_train.export.engines import (
     Served,
     default_aux_layer_ids,
     full_path,
+    num_drafted,
     script,
     serve_command,
     steps,
 )
 from eagle_train.export.findings import LLAMACPP, OPENVINO, SGLANG, VLLM, WRONG, Finding
 from eagle_train.export.record import RunRecord, read_run_record
-from eagle_train.files import write_atomically, write_json
+from eagle_train.files import write_atomically, write_json, writing
 from eagle_train.model.checkpoint import SPECIAL_TOKENS, draft_config_of, official_config, t2d_of
 from eagle_train.model.eagle3 import Eagle3Config
 from eagle_train.model.layouts import (
@@ -75,7 +76,10 @@ def export_draft_head(draft: str | Path, engine: str, out: str | Path, target: s
     target_config = None if target is None else read_target_config(target)
     config = _fitted_config(stored, target, target_config, record, engine)
     tensors = _tensors(stored, config, always_maps=engine == OPENVINO)
-    served = _served(out, engine, config, tensors["fc.weight"].dtype, target, target_config)
+    served = replace(
+        _served(out, engine, config, tensors["fc.weight"].dtype, target, target_config),
+        num_drafted=num_drafted(record.options.get("ttt_steps")),
+    )
     special = {
         name: getattr(target_config, name, None) if target_config else stored.flat.get(name)
         for name in SPECIAL_TOKENS
@@ -119,10 +123,8 @@ def _served(
 
 
 def _check_out(draft: Path, out: Path) -> None:
-    try:
+    with writing(out):
         is_taken, is_full = out.exists() and not out.is_dir(), out.is_dir() and any(out.iterdir())
-    except OSError as error:
-        raise _cannot_be_written(out, error) from error
     if is_taken:
         raise InputError(f"--out {out} is a file; name a directory")
     if is_full:
@@ -229,7 +231,7 @@ def _speculators_config(official: Mapping[str, Any], head: Served, target_config
             "proposal_methods": [
                 {
                     "proposal_type": "greedy",
-                    "speculative_tokens": 3,
+                    "speculative_tokens": head.num_drafted,
                     "verifier_accept_k": 1,
                     "accept_tolerance": 0.0,
                 }
@@ -247,19 +249,13 @@ def _write(
 ) -> None:
     """All files; the config last, so that a directory without one was cut short."""
     whole = {name: tensor.contiguous() for name, tensor in tensors.items()}
-    try:
+    with writing(out):
         out.mkdir(parents=True, exist_ok=True)
-        write_atomically(
-            out / "model.safetensors", lambda path: save_file(whole, path, metadata={"format": "pt"})
-        )
-        write_atomically(out / CARD, lambda path: path.write_text(card, encoding="utf-8"))
-        if remaining:
-            write_atomically(out / STEPS, lambda path: path.write_text(script(remaining), encoding="utf-8"))
-            (out / STEPS).chmod(0o755)
-        write_json(out / "config.json", values)
-    except OSError as error:
-        raise _cannot_be_written(out, error) from error
-
-
-def _cannot_be_written(out: Path, error: OSError) -> InputError:
-    return InputError(f"--out {out} cannot be written ({error.strerror}); name another directory")
+    write_atomically(
+        out / "model.safetensors", lambda path: save_file(whole, path, metadata={"format": "pt"})
+    )
+    write_atomically(out / CARD, lambda path: path.write_text(card, encoding="utf-8"))
+    if remaining:
+        write_atomically(out / STEPS, lambda path: path.write_text(script(remaining), encoding="utf-8"))
+        (out / STEPS).chmod(0o755)
+    write_json(out / "config.json", values)

@@ -1,7 +1,10 @@
 """The training loop. `train` is the file's story; everything else is a sentence of it."""
 
 import os
+import shlex
+import signal
 import time
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,29 +13,17 @@ from tqdm import tqdm
 
 from eagle_train.batch import PackedBatch, to_device
 from eagle_train.config import TrainConfig
-from eagle_train.errors import InputError, RankError
+from eagle_train.errors import InputError, RankError, Stopped
 from eagle_train.model.checkpoint import stored_config
 from eagle_train.objective.unroll import UnrolledSums
 from eagle_train.train.compile import graphs_so_far, shape_of
-from eagle_train.train.distributed import Ranks, data_parallel, is_rank_failure, join, leave, without_sync
-from eagle_train.train.evaluate import (
-    bigram_baseline,
-    evaluate,
-    micro_batch_sums,
-    step_weights,
-    supervised_counts,
-)
-from eagle_train.train.optim import learning_rate_factor, make_optimizer, peak_learning_rate
-from eagle_train.train.output import (
-    check_output_dir,
-    claim_output_dir,
-    header,
-    report_values,
-    resolved,
-    with_saved_choices,
-)
-from eagle_train.train.prepare import choose_device, choose_dtype, choose_rank_device, prepare
-from eagle_train.train.report import MetricsLog, format_sources, format_validation
+from eagle_train.train.distributed import is_rank_failure, join, leave, without_sync
+from eagle_train.train.evaluate import evaluate, micro_batch_sums, step_weights, supervised_counts
+from eagle_train.train.lock import OutputLock
+from eagle_train.train.optim import learning_rate_factor
+from eagle_train.train.output import header, report_values
+from eagle_train.train.prepare import choose_device
+from eagle_train.train.report import format_sources, format_validation
 from eagle_train.train.run import (
     Run,
     compile_run,
@@ -42,33 +33,27 @@ from eagle_train.train.run import (
     over_ranks,
     say,
 )
-from eagle_train.train.schedule import Schedule, Window, data_digest
+from eagle_train.train.schedule import Window
 from eagle_train.train.selection import (
-    check_patience,
     forget_lost_head,
     is_out_of_patience,
     keep_head,
     measure_run,
-    read_measure_prompts,
     select_by_validation,
     stop_reason,
 )
-from eagle_train.train.state import (
-    RunState,
-    has_saved_state,
-    load_state,
-    restore_interrupted_save,
-    save_state,
-)
+from eagle_train.train.start import start
+from eagle_train.train.state import has_saved_state, save_state
 from eagle_train.train.statistics import batch_counts
-from eagle_train.train.threads import set_num_threads
+from eagle_train.train.stop import StopRequest, stop_on_signals
 
 
 def train(config: TrainConfig) -> Path:
     """Train a draft head, alone or as one of the ranks that a launcher started; returns the directory that
     holds the best one.
 
-    Raises InputError for anything that the user can mend, RankError when another rank is gone.
+    Raises InputError for anything that the user can mend, RankError when another rank is gone, Stopped when
+    SIGTERM or Ctrl-C ended it.
     """
     config.check_sources()
     try:
@@ -88,12 +73,20 @@ def train(config: TrainConfig) -> Path:
 
 def train_on_ranks(config: TrainConfig) -> Path:
     ranks = join(choose_device(config.device).type == "cpu", config.rank_timeout)
-    run = start(config, ranks)
-    try:
-        run_steps(run)
-    except KeyboardInterrupt as interrupt:
-        raise KeyboardInterrupt(after_interrupt(run.output_dir)) from interrupt
-    ranks.part()
+    with closing(OutputLock(Path(config.output_dir))) as lock:
+        run = start(config, ranks, lock)
+        try:
+            signum = run_steps(run)
+        except KeyboardInterrupt as interrupt:
+            raise KeyboardInterrupt(after_interrupt(run.output_dir)) from interrupt
+        ranks.part()
+    if signum:
+        name, saved = signal.Signals(signum).name, run.output_dir / "state"
+        raise Stopped(
+            f"ended by {name} behind step {run.state.step}; its state is saved in {saved}, and --resume "
+            f"--output_dir {shlex.quote(config.output_dir)} goes on",
+            128 + signum,
+        )
     return run.output_dir
 
 
@@ -104,19 +97,31 @@ def after_interrupt(output_dir: Path) -> str:
     return "no step was done, so nothing is lost: the same command with --overwrite starts anew"
 
 
-def run_steps(run: Run) -> None:
-    """Every step, with its figures, validations and saved states."""
-    config = run.config
+def run_steps(run: Run) -> int:
+    """Every step, with its figures, validations and saved states; returns the signal that ended the run
+    early, else 0.
+    """
     say(run, header(run.prepared, run.schedule, run.num_steps, run.learning_rate))
     run.log.write("start", run.state.step, report_values(run.prepared))
     compile_run(run)
-    if config.resume:
+    if run.config.resume:
         forget_lost_head(run)
     else:
         validate(run)
         if run.prompts:
             measure_run(run)
         save(run)
+    if run.state.step < run.num_steps:
+        with stop_on_signals(says_so=run.ranks.is_first) as request:
+            if train_steps(run, request):
+                return next(filter(None, run.ranks.gather(request.signum)))
+    finish(run)
+    return 0
+
+
+def train_steps(run: Run, request: StopRequest) -> bool:
+    """The steps that are left; whether a signal to any rank ended them early, with the state saved."""
+    config = run.config
     eval_every = config.eval_every or max(run.num_steps // 5, 1)
     pending: list[tuple[list[UnrolledSums], Window]] = []
     left, samples = run.num_steps - run.state.step, run.prepared.data.train_samples
@@ -136,8 +141,11 @@ def run_steps(run: Run) -> None:
             graphs = graphs_so_far()
             pending.append((train_step(run, window.batches), window))
             run.state.position = window.position
+            # In the sum of the counts, so that all ranks end behind the same step.
+            counts = over_ranks(run, batch_counts(window.batches) | {"signals": int(request.signum != 0)})
+            is_ended = counts.pop("signals") > 0 and run.state.step < run.num_steps
             run.state.statistics.add(
-                over_ranks(run, batch_counts(window.batches)),
+                counts,
                 seconds=time.perf_counter() - waited_from,
                 data_seconds=arrived - waited_from,
                 alpha=config.ema_alpha,
@@ -149,11 +157,13 @@ def run_steps(run: Run) -> None:
             bar.update()
             validation_due = is_due(run, eval_every)
             measure_due = bool(run.prompts) and is_due(run, config.measure_every or eval_every)
-            save_due = is_due(run, config.save_every) if config.save_every else validation_due
+            save_due = is_ended or (is_due(run, config.save_every) if config.save_every else validation_due)
             # Logged before each save too, so that a resumed run's figures cover the same steps.
             if is_due(run, config.log_every) or save_due:
                 log_training(run, pending, bar)
                 pending = []
+            if is_ended and (validation_due or measure_due):
+                save(run)  # who sent the signal may not wait for what is due
             if validation_due:
                 validate(run)
             if measure_due:
@@ -162,78 +172,11 @@ def run_steps(run: Run) -> None:
                 save(run)
             if is_out_of_patience(config, run.state):
                 say(run, f"stopped at step {run.state.step}: {stop_reason(config)}")
-                break
+                return False
+            if is_ended:
+                return True
             waited_from = time.perf_counter()
-    finish(run)
-
-
-def start(config: TrainConfig, ranks: Ranks) -> Run:
-    """Load everything, and the saved state under --resume. What goes wrong on one rank is raised on all."""
-    ranks.together(lambda: check_output_dir(config), first_only=True)
-    saved = ranks.together(lambda: with_saved_choices(config))
-    assert saved is not None
-    config = saved
-    output_dir = Path(config.output_dir)
-    if config.resume:
-        ranks.together(lambda: restore_interrupted_save(output_dir / "state"), first_only=True)
-    set_num_threads(config.num_threads)
-    device = ranks.together(lambda: choose_rank_device(config.device, ranks.device))
-    assert device is not None
-    # Timed on one rank, because ranks could come to different answers.
-    dtype = ranks.from_first(lambda: choose_dtype(config.dtype, device))
-    prepared = ranks.together(lambda: prepare(config, device, dtype))
-    assert prepared is not None
-    check_patience(config, prepared)
-    prompts = ranks.together(lambda: read_measure_prompts(config, prepared)) or []
-    learning_rate = peak_learning_rate(config, prepared.head.config.hidden_size)
-    optimizer = make_optimizer(prepared.head, config, learning_rate)
-    digest = f"{data_digest(prepared.data.train_samples)}-{data_digest(prepared.data.heldout_samples)}"
-    state = RunState(data_digest=digest)
-    log = MetricsLog(output_dir / "metrics.jsonl", is_kept=ranks.is_first)
-    if config.resume:
-        loaded = ranks.together(lambda: load_state(output_dir / "state", prepared.head, optimizer))
-        assert loaded is not None
-        state = loaded
-        ranks.require_agreement({"data": digest, "saved state": f"{state.step} {state.position}"})
-        if is_out_of_patience(config, state):
-            raise InputError(
-                f"--resume: --patience {config.patience} ended the run at step {state.step}; raise it, or "
-                "give --patience none, to go on"
-            )
-        if state.data_digest != digest:
-            raise InputError(
-                f"--resume: the data differ from those of {output_dir}; restore them or start anew"
-            )
-    config = resolved(config, prepared, learning_rate)
-    schedule = Schedule(prepared.data.train_lengths, config, ranks.world_size, prepared.data.train_supervised)
-    num_steps = schedule.total_steps(state.step, state.position, progress=ranks.is_first)
-    if config.resume and state.plan_digest != schedule.digest(state.position):
-        raise InputError(
-            f"--resume: the plan of batches differs from that of {output_dir}; resume with the package "
-            "version that it was started with, or start anew"
-        )
-    plan_digest = schedule.digest(state.position)
-    ranks.require_agreement({"options": config.digest(), "data": digest, "plan": plan_digest})
-    ranks.together(lambda: claim_output_dir(config), first_only=True)
-    if config.resume:
-        log.drop_after(state.step)
-    return Run(
-        config=config,
-        prepared=prepared,
-        schedule=schedule,
-        ranks=ranks,
-        module=data_parallel(prepared.head, ranks),
-        optimizer=optimizer,
-        learning_rate=learning_rate,
-        num_steps=num_steps,
-        output_dir=output_dir,
-        state=state,
-        log=log,
-        prompts=prompts,
-        baseline={}
-        if config.mock_data or not ranks.is_first
-        else bigram_baseline(prepared.data, prepared.target.vocab_size, config.ttt_steps),
-    )
+    return False
 
 
 def train_step(run: Run, window: list[PackedBatch]) -> list[UnrolledSums]:
@@ -333,17 +276,11 @@ def save(run: Run) -> None:
     run.state.plan_digest = run.schedule.digest(run.state.position)
     head, target_config = run.prepared.head, run.prepared.target.config
     head_config = stored_config(head.config, target_config, torch.float32)
-
-    def write() -> None:
-        try:
-            save_state(run.output_dir / "state", run.state, head, run.optimizer, head_config)
-        except OSError as error:
-            raise InputError(
-                f"{run.output_dir / 'state'} cannot be written ({error.strerror}); free some space"
-            ) from error
-
     # All ranks wait for it: a launcher kills the first one as soon as another ends.
-    run.ranks.together(write, first_only=True)
+    run.ranks.together(
+        lambda: save_state(run.output_dir / "state", run.state, head, run.optimizer, head_config),
+        first_only=True,
+    )
 
 
 def is_due(run: Run, every: int) -> bool:

@@ -7,80 +7,57 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from eagle_train.bundled import target_path
 from eagle_train.config import TrainConfig
 from eagle_train.data.plan_figures import plan_figures
 from eagle_train.errors import InputError
 from eagle_train.export.card import CARD
-from eagle_train.export.engines import TARGET_WORD, Served, full_path, serve_command
+from eagle_train.export.engines import TARGET_WORD, Served, full_path, num_drafted, serve_command
 from eagle_train.export.findings import VLLM
 from eagle_train.model.layouts import OFFICIAL
+from eagle_train.train.lock import LOCK, OutputLock
 from eagle_train.train.prepare import Prepared
 from eagle_train.train.report import format_facts, format_figure, format_shapes
 from eagle_train.train.schedule import Schedule
 from eagle_train.train.splits import SplitReport
 from eagle_train.train.state import RunState, has_saved_state
 
-# Options that may differ between a run and its resumption; all others change what is computed.
-FREE_ON_RESUME = {
-    "resume", "overwrite", "output_dir", "device", "num_threads", "log_every", "eval_every", "save_every",
-    "max_steps", "num_epochs", "learning_rate", "dtype", "ema_alpha",
-    "torch_compile", "compile_target", "gradient_checkpointing", "num_workers", "patience",
-    "measure_prompts", "measure_every", "measure_max_prompts", "measure_max_new_tokens",
-}  # fmt: skip
-# What --select_by measured compares lengths over: other prompts, another scale.
-SELECTION_SCALE = {"measure_prompts", "measure_max_prompts", "measure_max_new_tokens"}
-# Derived anew on every start: where the run goes on, and how far.
-NOT_TAKEN_OVER = {"device", "max_steps", "eval_every", "save_every", "num_threads"}
 RUN_CONFIG = "run_config.yaml"
 METRICS = "metrics.jsonl"
 RUN_FILES = (RUN_CONFIG, METRICS, "model.safetensors", "config.json", CARD)
 RUN_FOLDERS = ("state", "state.new", "state.old")
 
 
-def check_output_dir(config: TrainConfig) -> None:
+def check_output_dir(path: Path, *, resume: bool = False, overwrite: bool = False) -> None:
     """Refuse an --output_dir that holds something, unless --resume or --overwrite says what to do with it.
     Nothing is changed yet.
     """
-    path = Path(config.output_dir)
     if path.exists() and not path.is_dir():
         raise InputError(f"--output_dir {path} is a file; name a directory")
-    names = {entry.name for entry in path.iterdir()} if path.is_dir() else set()
+    names = {entry.name for entry in path.iterdir()} - {LOCK} if path.is_dir() else set()
     # A run that ended before its first saved head has nothing to lose, so it does not block the next one.
     in_use = bool(names) and not (RUN_CONFIG in names and names <= {RUN_CONFIG, METRICS})
     if in_use and not (path / RUN_CONFIG).is_file():
-        flag = "--resume" if config.resume else "--overwrite" if config.overwrite else "--output_dir"
+        flag = "--resume" if resume else "--overwrite" if overwrite else "--output_dir"
         raise InputError(
             f"{flag}: {path} holds files but no eagle_train run; it is left alone. Name another --output_dir"
         )
     has_state = has_saved_state(path / "state")
-    if in_use and not (config.resume or config.overwrite):
+    if in_use and not (resume or overwrite):
         go_on = "add --resume to go on," if has_state else "it holds no saved state to go on from; add"
         raise InputError(
             f"--output_dir {path} is not empty; {go_on} --overwrite to replace it, or name another"
         )
-    if config.resume and not in_use:
+    if resume and not in_use:
         raise InputError(f"--resume: --output_dir {path} holds no run; start without --resume")
-    if config.resume and not has_state:
+    if resume and not has_state:
         raise InputError(f"--resume: {path / 'state'} holds no saved state; start anew with --overwrite")
-    if config.resume:
-        _check_same_options(config, path / RUN_CONFIG)
 
 
-def with_saved_choices(config: TrainConfig) -> TrainConfig:
-    """Under --resume, what the first start derived or timed (dtype, learning rate, ...) is taken over, not
-    redone.
-    """
-    if not config.resume:
-        return config
-    saved = _read_run_config(Path(config.output_dir) / RUN_CONFIG)
-    values: dict[str, Any] = config.to_dict()
-    derived = {key for key, value in values.items() if value in (None, "auto")} - NOT_TAKEN_OVER
-    values |= {key: saved[key] for key in derived & set(saved)}
-    arguments: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
-    return TrainConfig(**arguments)
+def lock_output_dir(config: TrainConfig, lock: OutputLock) -> None:
+    """Take the lock of an --output_dir that is there already, and see that the run may have it."""
+    lock.take()
+    check_output_dir(Path(config.output_dir), resume=config.resume, overwrite=config.overwrite)
 
 
 def resolved(config: TrainConfig, prepared: Prepared, learning_rate: float) -> TrainConfig:
@@ -102,13 +79,14 @@ def resolved(config: TrainConfig, prepared: Prepared, learning_rate: float) -> T
     )
 
 
-def claim_output_dir(config: TrainConfig) -> None:
+def claim_output_dir(config: TrainConfig, lock: OutputLock) -> None:
     """Make --output_dir and note the options in it. The files of an earlier run go, unless --resume, and no
     others: data or notes beside them stay.
     """
     path = Path(config.output_dir)
     try:
         path.mkdir(parents=True, exist_ok=True)
+        lock_output_dir(config, lock)  # another run may have made it in the meantime
         if not config.resume:
             for name in RUN_FILES:
                 (path / name).unlink(missing_ok=True)
@@ -120,31 +98,6 @@ def claim_output_dir(config: TrainConfig) -> None:
         raise InputError(
             f"--output_dir {path} cannot be written: {error.strerror}; name another directory"
         ) from error
-
-
-def _read_run_config(path: Path) -> dict[str, Any]:
-    try:
-        saved = yaml.safe_load(path.read_text())
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise InputError(f"--resume: {path} cannot be read ({' '.join(str(error).split())[:200]})") from error
-    if not isinstance(saved, dict):
-        raise InputError(f"--resume: {path} holds no options; start anew with --overwrite")
-    return saved
-
-
-def _check_same_options(config: TrainConfig, path: Path) -> None:
-    """Refuse to resume under options that would make it another run, naming each."""
-    saved = _read_run_config(path)
-    free = FREE_ON_RESUME - (SELECTION_SCALE if saved.get("select_by") == "measured" else set())
-    changed = [
-        f"--{key} {saved.get(key)} -> {value}"
-        for key, value in config.to_dict().items()
-        if key not in free and value not in (None, "auto") and saved.get(key) != value
-    ]
-    if changed:
-        raise InputError(
-            f"--resume: other options than the saved run: {'; '.join(changed)}. Use its options or start anew"
-        )
 
 
 def header(prepared: Prepared, schedule: Schedule, num_steps: int, learning_rate: float) -> str:
@@ -250,7 +203,10 @@ def summary(
     config: TrainConfig,
     figures: Mapping[str, Any],
 ) -> str:
-    """What came of it, where the head lies and what to do next. figures: those of the `end` event."""
+    """What came of it, where the head lies and what to do next. figures: those of the `end` event, without a
+    `bucket_len` where no step was left to do.
+    """
+    did_steps = figures["bucket_len"] is not None
     facts = {}
     if state.best_acceptance_length is not None:
         bigram = format_figure(baseline.get(str(config.ttt_steps)), 2)
@@ -268,8 +224,13 @@ def summary(
         "per second": f"{figures['samples_per_second']:,.1f} samples, {figures['tokens_per_second']:,.0f} "
         f"tokens, {figures['supervised_tokens_per_second']:,.0f} supervised tokens, "
         f"{figures['slots_per_second']:,.0f} slots (fill {figures['fill']:.1%})",
-        "an epoch takes": f"{format_figure(figures['epoch_seconds'], 0)} s at the present speed; imbalance "
-        f"of ranks {format_figure(figures['imbalance'])}, bucket {figures['bucket_len']}",
+    }
+    if did_steps:
+        facts["an epoch takes"] = (
+            f"{format_figure(figures['epoch_seconds'], 0)} s at the present speed; imbalance of ranks "
+            f"{format_figure(figures['imbalance'])}, bucket {figures['bucket_len']}"
+        )
+    facts |= {
         "waited for data": f"{figures['data_wait_share']:.1%} of the time",
         "peak memory": f"{figures['peak_memory_gib']:.2f} GiB",
         "graphs": describe_counts(figures),
@@ -286,6 +247,7 @@ def summary(
             dtype=config.dtype,
             aux_layer_ids=config.aux_layer_ids,
             is_default=True,  # vLLM's line is the same for others, which stand in the head's config
+            num_drafted=num_drafted(config.ttt_steps),
         )
         facts |= {
             "serve it": serve_command(VLLM, served) or "",
@@ -294,7 +256,8 @@ def summary(
         }
     if state.empty_steps:
         facts["empty steps"] = f"{state.empty_steps} without a supervised row changed nothing"
-    return format_facts("done", facts)
+    nothing_left = f"nothing left to do: the run is at step {state.step}; a larger --max_steps goes on"
+    return format_facts("done" if did_steps else nothing_left, facts)
 
 
 def _which_head(state: RunState, config: TrainConfig) -> str:

@@ -189,7 +189,4 @@ def write_plan(path: Path, epoch: Plan, lengths: Ints, sample_ids: Ints) -> None
                 "bucket": int(epoch.bucket_lens[step]),
             }
             lines.append(json.dumps(entry))
-    try:
-        write_atomically(path, lambda temporary: temporary.write_text("".join(f"{line}\n" for line in lines)))
-    except OSError as error:
-        raise InputError(f"--out {path} cannot be written: {error.strerror}; name another file") from error
+    write_atomically(path, lambda temporary: temporary.write_text("".join(f"{line}\n" for line in lines)))

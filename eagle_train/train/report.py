@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from eagle_train.files import write_atomically
+from eagle_train.files import write_atomically, writing
 
 
 class MetricsLog:
@@ -21,7 +21,7 @@ class MetricsLog:
         if not self.is_kept:
             return
         line = json.dumps({"event": event, "step": step, **values}, allow_nan=False)
-        with self.path.open("a") as file:
+        with writing(self.path), self.path.open("a") as file:
             file.write(line + "\n")
 
     def drop_after(self, step: int) -> None:

@@ -174,8 +174,7 @@ def finish(run: Run) -> None:
     )
     say(run, summary(run.state, run.baseline, run.output_dir, run.config, figures))
     run.log.write("end", run.state.step, {"best_step": run.state.best_step, **figures})
-    if run.ranks.is_first:
-        write_model_card(run.output_dir)
+    run.ranks.together(lambda: write_model_card(run.output_dir), first_only=True)
 
 
 def say(run: Run, text: str) -> None:

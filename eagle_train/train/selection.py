@@ -153,9 +153,11 @@ def keep_if_longest(run: Run, length: float | None) -> None:
 
 def keep_head(run: Run) -> None:
     """Write the head as what the output directory offers to engines."""
-    target = run.prepared.target
-    if run.ranks.is_first:
-        save_draft_head(run.prepared.head, run.output_dir, target_config=target.config, dtype=target.dtype)
+    head, target = run.prepared.head, run.prepared.target
+    run.ranks.together(
+        lambda: save_draft_head(head, run.output_dir, target_config=target.config, dtype=target.dtype),
+        first_only=True,
+    )
 
 
 def forget_lost_head(run: Run) -> None:

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from eagle_train.errors import InputError
-from eagle_train.files import write_json
+from eagle_train.files import write_json, writing
 from eagle_train.model.layouts import INDEX
 from eagle_train.train.schedule import Position, Segment
 from eagle_train.train.statistics import Statistics
@@ -63,29 +63,31 @@ def save_state(
     """Write `directory` anew; the old state stays in place until the new one is complete.
 
     head_config: `config.json` of the head, with which `directory` is a stored head of its own, so that a
-    resumed run needs no other.
+    resumed run needs no other. Raises InputError where it cannot be written.
     """
     fresh = directory.with_name(directory.name + ".new")
     old = directory.with_name(directory.name + ".old")
-    shutil.rmtree(fresh, ignore_errors=True)
-    fresh.mkdir(parents=True)
-    save_file(
-        {k: v.detach().cpu().contiguous() for k, v in head.state_dict().items()},
-        fresh / WEIGHTS,
-    )
-    write_json(fresh / "config.json", head_config)
-    write_json(fresh / INDEX, {"weight_map": dict.fromkeys(head.state_dict(), WEIGHTS)})
+    weights = {name: value.detach().cpu().contiguous() for name, value in head.state_dict().items()}
     moments = {
         f"{name}/{key}": value.detach().cpu()
         for name, parameter in head.named_parameters()
         for key, value in optimizer.state.get(parameter, {}).items()
     }
-    save_file(moments, fresh / "optimizer.safetensors")
-    write_json(fresh / "state.json", asdict(state))
-    if directory.exists():
-        shutil.rmtree(old, ignore_errors=True)
-        directory.rename(old)
-    fresh.rename(directory)
+    shutil.rmtree(fresh, ignore_errors=True)
+    with writing(directory):
+        try:
+            fresh.mkdir(parents=True)
+            save_file(weights, fresh / WEIGHTS)
+            write_json(fresh / "config.json", head_config)
+            write_json(fresh / INDEX, {"weight_map": dict.fromkeys(weights, WEIGHTS)})
+            save_file(moments, fresh / "optimizer.safetensors")
+            write_json(fresh / "state.json", asdict(state))
+            if directory.exists():
+                shutil.rmtree(old, ignore_errors=True)
+                directory.rename(old)
+            fresh.rename(directory)
+        finally:
+            shutil.rmtree(fresh, ignore_errors=True)  # on a full disk, half a state would stay in the way
     shutil.rmtree(old, ignore_errors=True)
 
 

@@ -6,6 +6,9 @@ from pathlib import Path
 
 import torch
 
+from eagle_train.errors import InputError
+
+MOST_PER_CPU = 4
 CPUS = Path("/sys/devices/system/cpu")
 QUOTA = Path("/sys/fs/cgroup/cpu.max")  # cgroup v2, as a container sees its own
 
@@ -13,7 +16,14 @@ QUOTA = Path("/sys/fs/cgroup/cpu.max")  # cgroup v2, as a container sees its own
 def set_num_threads(num_threads: int | None) -> None:
     """Compute with num_threads threads; None: as OMP_NUM_THREADS or MKL_NUM_THREADS says, else with one for
     each physical core, because two threads of one core share its arithmetic units.
+
+    Raises InputError for many times more threads than CPUs, with which OpenMP takes the process down.
     """
+    if num_threads is not None and num_threads > (most := MOST_PER_CPU * (os.cpu_count() or 1)):
+        raise InputError(
+            f"--num_threads is {num_threads}; it must be at most {most}, {MOST_PER_CPU} for each CPU of this "
+            "machine"
+        )
     if num_threads is None and not os.environ.keys() & {"OMP_NUM_THREADS", "MKL_NUM_THREADS"}:
         num_threads = physical_cores()
     if num_threads is not None:

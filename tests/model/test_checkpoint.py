@@ -199,7 +199,7 @@ def test_a_failed_save_keeps_the_older_head(
 
     before = (saved / "model.safetensors").read_bytes()
     monkeypatch.setattr("eagle_train.model.checkpoint.save_file", fail)
-    with pytest.raises(OSError, match="disk full"):
+    with pytest.raises(InputError, match=r"model\.safetensors cannot be written \(disk full\)"):
         save(head, target, saved)
     assert (saved / "model.safetensors").read_bytes() == before
     assert {path.name for path in saved.iterdir()} == {"model.safetensors", "config.json"}

@@ -179,6 +179,8 @@ def test_a_finished_run_that_is_resumed_compiles_nothing(
     assert outcome.code == 0, outcome.err
     assert read_events(tmp_path, "compiled") == []
     assert len(read_events(tmp_path, "end")) == 2
+    assert "nothing left to do: the run is at step 2" in outcome.out
+    assert "an epoch takes" not in outcome.out
 
 
 def test_each_epoch_of_a_run_is_planned_once(monkeypatch: pytest.MonkeyPatch) -> None:

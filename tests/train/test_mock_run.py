@@ -13,6 +13,7 @@ import pytest
 
 from eagle_train.config import TrainConfig
 from eagle_train.train import loop
+from eagle_train.train.schedule import Schedule
 from eagle_train.train.splits import prepare_data
 from tests.commands import Outcome, read_events, run, write_conversations
 
@@ -195,14 +196,14 @@ def test_time_per_epoch_is_the_step_s_times_the_epoch_s_steps(place: Workplace) 
 def test_waiting_for_data_is_part_of_a_step_and_shown_as_its_share(
     place: Workplace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    windows, wait = loop.Schedule.windows, 0.1
+    windows, wait = Schedule.windows, 0.1
 
     def slowly(*args: Any, **options: Any) -> Iterator[Any]:
         for window in windows(*args, **options):
             time.sleep(wait)
             yield window
 
-    monkeypatch.setattr(loop.Schedule, "windows", slowly)
+    monkeypatch.setattr(Schedule, "windows", slowly)
     place.trained(max_steps=2, eval_fraction=0)
     (end,) = read_events(place.output, "end")
     assert end["data_seconds"] >= 2 * wait

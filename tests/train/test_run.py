@@ -25,9 +25,10 @@ from eagle_train.data.samples import Sample, answer_remaining_from_spans
 from eagle_train.flags import parse
 from eagle_train.model.checkpoint import load_draft_head
 from eagle_train.model.target import load_target
-from eagle_train.train import loop
+from eagle_train.train import loop, start
 from eagle_train.train.prepare import Prepared
 from eagle_train.train.report import MetricsLog, format_sources
+from eagle_train.train.schedule import Schedule
 from eagle_train.train.splits import split_off
 from tests.commands import (
     Outcome,
@@ -223,7 +224,7 @@ def test_an_interrupt_before_the_first_saved_state_advises_what_works(
     place: Workplace, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(loop, where, interrupt)
+        patch.setattr(start if where == "prepare" else loop, where, interrupt)
         interrupted = place.train(max_steps=1)
     line = interrupted.err.splitlines()[-1]
     assert (interrupted.code, "--resume" in line) == (130, False)
@@ -550,13 +551,13 @@ def test_the_seed_changes_the_weights(place: Workplace) -> None:
 
 def test_only_the_draft_head_is_trained(place: Workplace, monkeypatch: pytest.MonkeyPatch) -> None:
     kept: list[Prepared] = []
-    prepare = loop.prepare
+    prepare = start.prepare
 
     def remember(*arguments: Any) -> Prepared:
         kept.append(prepare(*arguments))
         return kept[-1]
 
-    monkeypatch.setattr(loop, "prepare", remember)
+    monkeypatch.setattr(start, "prepare", remember)
     place.trained(max_steps=2)
     (prepared,) = kept
     assert not any(parameter.requires_grad for parameter in prepared.target.model.parameters())
@@ -579,7 +580,7 @@ def test_a_step_without_supervision_changes_nothing_and_is_counted(
 ) -> None:
     ids = np.arange(10, dtype=np.int32)
     empty = BucketingCollator(64)([Sample(ids, np.zeros(10, dtype=np.int32), "empty:1")])
-    windows, heads, steps = loop.Schedule.windows, [], []
+    windows, heads, steps = Schedule.windows, [], []
     train_step = loop.train_step
 
     def with_a_gap(*args: Any, **options: Any) -> Iterator[Any]:
@@ -593,7 +594,7 @@ def test_a_step_without_supervision_changes_nothing_and_is_counted(
         steps.append(float(run.optimizer.state[parameter]["step"]))
         return result
 
-    monkeypatch.setattr(loop.Schedule, "windows", with_a_gap)
+    monkeypatch.setattr(Schedule, "windows", with_a_gap)
     monkeypatch.setattr(loop, "train_step", watch)
     outcome = place.trained(max_steps=3, eval_every=3)
     assert torch.equal(heads[0], heads[1])

@@ -167,7 +167,7 @@ def test_the_first_measurement_with_a_verify_step_keeps_its_head(
 
 def test_another_measure_on_resume_is_refused(data: dict[str, Any], tmp_path: Path) -> None:
     """Lengths of two scales, or over other prompts, are not compared."""
-    by_expected, by_measured = data | OPTIONS, data | OPTIONS | {"select_by": "measured"}
+    by_expected, by_measured = (data | OPTIONS | {"select_by": by} for by in ("expected", "measured"))
     other = write_jsonl(tmp_path / "other.jsonl", [{"prompt": "three"}])
     on = {"resume": "true"}
     for name, own, foreign in (
@@ -176,7 +176,7 @@ def test_another_measure_on_resume_is_refused(data: dict[str, Any], tmp_path: Pa
     ):
         output = tmp_path / name
         assert train(own | {"max_steps": 1}, output).code == 0
-        change = f"--select_by {own.get('select_by', 'expected')} -> {foreign.get('select_by', 'expected')}"
+        change = f"--select_by {own['select_by']} -> {foreign['select_by']}"
         head = (output / "model.safetensors").read_bytes()
         assert change in train(foreign | on, output).refusal()
         assert (output / "model.safetensors").read_bytes() == head

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from eagle_train.errors import InputError
 from eagle_train.train import threads
 from eagle_train.train.threads import physical_cores, set_num_threads
 
@@ -50,6 +51,16 @@ def test_a_system_that_does_not_tell_leaves_pytorch_s_choice(
     assert physical_cores(tmp_path, NO_QUOTA) is None
     monkeypatch.delattr(os, "sched_getaffinity")
     assert physical_cores(tmp_path, NO_QUOTA) is None
+
+
+def test_many_times_more_threads_than_cpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen: list[int] = []
+    monkeypatch.setattr(torch, "set_num_threads", chosen.append)
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    set_num_threads(8)
+    with pytest.raises(InputError, match="--num_threads is 100000; it must be at most 8, 4 for each CPU"):
+        set_num_threads(100_000)
+    assert chosen == [8]
 
 
 @pytest.mark.parametrize(
