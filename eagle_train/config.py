@@ -89,7 +89,7 @@ class TrainConfig:
     trust_remote_code: bool = option(False, "target", "run model code that the target's repository ships")
     chat_template: str | None = option(None, "target", "file with a chat template; none: the tokenizer's own")
     template_options: tuple[str, ...] = option(
-        (), "target", "name=value pairs for the chat template, such as enable_thinking=false"
+        (), "target", "name=value pairs that the chat template reads, such as enable_thinking=false"
     )  # fmt: skip
 
     data: tuple[str, ...] = option(

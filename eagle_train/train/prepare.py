@@ -207,7 +207,8 @@ def load_tokenizer(target_name: str, config: TrainConfig) -> PreTrainedTokenizer
     if config.chat_template is not None:
         path = Path(config.chat_template)
         if not path.is_file():
-            raise InputError(f"--chat_template {path} does not exist")
+            found = "is not a file" if path.exists() else "does not exist"
+            raise InputError(f"--chat_template {path} {found}; name a file that holds a Jinja template")
         try:
             tokenizer.chat_template = path.read_text(encoding="utf-8")
         except UnicodeDecodeError as error:
