@@ -305,9 +305,9 @@ def _place_turns(
             notes.append(Note("turn_not_marked", text))
         elif span is None:
             text = (
-                f"{chat.source}: turn {turn.index} is trained on as a sample of its own, with the history that "
-                "serving shows it, because the whole conversation renders it otherwise (such as without its "
-                "thinking, or with a token across its border)"
+                f"{chat.source}: turn {turn.index} is trained on as a sample of its own, with the history "
+                "that serving shows it, because the whole conversation renders it otherwise (such as "
+                "without its thinking, or with a token across its border)"
             )
             notes.append(Note("turn_trained_on_as_a_sample_of_its_own", text))
             alone.append(sample)

@@ -90,8 +90,8 @@ def prepare_data(
     if not heldout and config.eval_fraction and len({sample.source for sample in train}) > 1:
         data = with_note(
             data,
-            f"nothing is held out, because all {len(train):,} samples are copies of each other or of parts of "
-            "each other; name --eval_data to validate",
+            f"nothing is held out, because all {len(train):,} samples are copies of each other, or share "
+            "parts; name --eval_data to validate",
         )
     return with_shared_samples(data) if eval_paths else data  # `split_off` leaves none on both sides
 
@@ -232,7 +232,7 @@ def split_off(
 
 
 def conversations_apart(samples: Sequence[Sample]) -> list[set[str]]:
-    """Sources of conversations in groups that share no sample with each other, in the order of their first."""
+    """Sources of conversations in groups that share no sample, in the order of their first."""
     group_of: dict[str, set[str]] = {}
     first_source: dict[bytes, str] = {}
     for sample in samples:
@@ -269,8 +269,8 @@ def with_shared_samples(data: PreparedData) -> PreparedData:
     )
     return with_note(
         data,
-        f"{num_heldout:,} of {len(heldout_keys):,} held-out samples are also in training, so held-out figures "
-        "flatter; hold out conversations that are not trained on",
+        f"{num_heldout:,} of {len(heldout_keys):,} held-out samples are also in training, so held-out "
+        "figures flatter; hold out conversations that are not trained on",
     )
 
 

@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from eagle_train.__main__ import COMMANDS
 from eagle_train.config import TrainConfig
 from eagle_train.data.collator import BucketingCollator
-from eagle_train.data.samples import Sample, answer_remaining_from_spans
+from eagle_train.data.samples import Sample
 from eagle_train.flags import parse
 from eagle_train.model.checkpoint import load_draft_head
 from eagle_train.model.target import load_target
@@ -469,7 +469,9 @@ def test_a_single_sample_trains_at_least_a_step(place: Workplace) -> None:
 
 
 def test_a_figure_without_anything_to_measure_is_missing(place: Workplace) -> None:
-    data = write_jsonl(place.directory / "short.jsonl", [{"messages": turns("yes " * (i + 1), "4")} for i in range(6)])
+    data = write_jsonl(
+        place.directory / "short.jsonl", [{"messages": turns("yes " * (i + 1), "4")} for i in range(6)]
+    )
     outcome = place.trained(data=data, max_steps=1)
     values = read_events(place.output, "validation")[0]
     assert values["eval_acceptance_rate"][0] is not None

@@ -58,7 +58,7 @@ def test_conversations_that_share_one_of_their_samples_stay_together() -> None:
     ]
     others = [sample(100 + index, f"other:{index}") for index in range(6)]
     for seed in range(5):
-        train, heldout = split_off(chained + others, 0.5, seed)
+        _, heldout = split_off(chained + others, 0.5, seed)
         assert len({s.source.split(":")[0] for s in heldout}) == 1
         sides(chained + others, 0.5, seed)
 
