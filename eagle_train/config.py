@@ -89,7 +89,7 @@ class TrainConfig:
     trust_remote_code: bool = option(False, "target", "run model code that the target's repository ships")
     chat_template: str | None = option(None, "target", "file with a chat template; none: the tokenizer's own")
     template_options: tuple[str, ...] = option(
-        (), "target", "name=value pairs for the chat template, such as enable_thinking=false"
+        (), "target", "name=value pairs that the chat template reads, such as enable_thinking=false"
     )  # fmt: skip
 
     data: tuple[str, ...] = option(
@@ -97,7 +97,10 @@ class TrainConfig:
     )
     eval_data: tuple[str, ...] = option((), "data", "held-out JSONL files; none: --eval_fraction of --data")
     eval_fraction: float = option(
-        0.05, "data", "share of the samples held out where no --eval_data is named, 0..1"
+        0.05,
+        "data",
+        "share of the samples held out of --data where no --eval_data is named, 0..1; copies of a "
+        "conversation stay together, and one is always trained on",
     )
     max_samples: int | None = option(None, "data", "read only the first N training conversations; none: all")
     max_eval_samples: int | None = option(
@@ -145,12 +148,17 @@ class TrainConfig:
     padding_free: bool = option(
         True, "batches", "lay samples flat, end to end; false, with --packing none: in padded rows"
     )
-    batch_size: int = option(8, "batches", "with --packing none: samples per micro-batch")
+    batch_size: int = option(8, "batches", "with --packing none alone: samples per micro-batch")
     tokens_per_row: int | None = option(
-        None, "batches", "packed rows are filled only so far; none: --training_seq_len (tokens)"
+        None,
+        "batches",
+        "packed rows are filled only so far, rounded up to whole buckets that hold the longest sample, no "
+        "further than --training_seq_len; none: --training_seq_len (tokens)",
     )
     accumulation_steps: int | None = option(
-        None, "batches", "micro-batches per optimizer step; none: 1, or what the next two ask for"
+        None,
+        "batches",
+        "micro-batches per optimizer step, as far as an epoch goes; none: 1, or what the next two ask for",
     )
     tokens_per_step: int | None = option(
         None,
@@ -182,7 +190,9 @@ class TrainConfig:
     )
 
     learning_rate: float | None = option(None, "optimizer", "peak; none: 1e-4 x 4096 / hidden size")
-    num_epochs: int = option(1, "optimizer", "passes over the training samples")
+    num_epochs: int = option(
+        1, "optimizer", "passes over the training samples, where no --max_steps is named"
+    )
     max_steps: int | None = option(None, "optimizer", "N optimizer steps instead of --num_epochs")
     warmup_ratio: float = option(0.03, "optimizer", "share of the steps with rising learning rate, 0..1")
     min_lr_ratio: float = option(0.1, "optimizer", "final learning rate as a share of the peak, 0..1")
@@ -358,7 +368,17 @@ class TrainConfig:
             )
 
     def check_sources(self) -> None:
-        """What training needs beside data: a target, and data for it. (A plan needs none.)"""
+        """What training needs, and what it would ignore; a plan compares packings, so it takes both."""
+        self.check_target_and_data()
+        is_idle = self.packing != "none" and self.batch_size != TrainConfig.batch_size
+        if is_idle and not self.resume:
+            raise InputError(
+                f"--batch_size {self.batch_size} does nothing with --packing {self.packing}, which fills "
+                "rows with as many samples as fit; drop it, or use --packing none"
+            )
+
+    def check_target_and_data(self) -> None:
+        """A target is named together with data for it."""
         if self.target is None and self.data:
             raise InputError("--data is named without --target; name the model that these answers come from")
         if self.target not in (None, "demo") and not (self.data or self.mock_data):

@@ -37,6 +37,13 @@ class MeasureConfig:
     max_prompts: int | None = option(
         None, "prompts", "measure on N prompts, evenly spaced over the files; none: all"
     )
+    on_long_prompt: str = option(
+        "error",
+        "prompts",
+        "a prompt that with --max_new_tokens exceeds the target's context stops the command, or is left out "
+        "and counted",
+        ("error", "skip"),
+    )
     chat_template: str | None = option(
         None, "prompts", "file with a chat template; none: the run's, else the tokenizer's own"
     )

@@ -89,6 +89,11 @@ FLAG_FAULTS = {
     "two aux layers": ("--aux_layer_ids 1 2", ("--aux_layer_ids", "2 layers", "three")),
     "an aux layer behind the last": ("--aux_layer_ids 1 2 8", ("--aux_layer_ids is 1 2 8", "0 and 7")),
     "a chat template that is not there": ("--chat_template no.jinja", ("no.jinja", "does not exist")),
+    "a chat template that is a directory": ("--chat_template .", ("--chat_template .", "is not a file")),
+    "a template option that is not read": (
+        "--template_options enable_thinkin=false",
+        ("--template_options enable_thinkin", "no such option", "it reads"),
+    ),
     "an eval file that is not there": ("--eval_data no.jsonl", ("no.jsonl does not exist", "--eval_data")),
     "a config that is not there": ("--config no.yaml", ("--config no.yaml", "No such file")),
 }

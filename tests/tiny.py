@@ -40,7 +40,9 @@ def tiny_target(model_type: str = "llama", **changes: object) -> FrozenTarget:
     return FrozenTarget(tiny_model(model_type, **changes))
 
 
-def write_target(directory: Path, model_type: str = "llama", template: str = OWN, **changes: object) -> Path:
+def write_target(
+    directory: Path, model_type: str = "llama", template: str | None = OWN, **changes: object
+) -> Path:
     """A complete Hugging Face directory: weights, config, tokenizer, chat template."""
     tokenizer = make_tokenizer(template)
     model = tiny_model(model_type, vocab_size=len(tokenizer), **changes)

@@ -22,6 +22,7 @@ import numpy as np
 
 from eagle_train.data.conversations import Conversation, Message
 from eagle_train.data.samples import IntArray, Sample, answer_remaining_from_spans, spans_from_mask
+from eagle_train.data.template_options import check_template_options
 from eagle_train.errors import InputError
 
 if TYPE_CHECKING:
@@ -169,7 +170,11 @@ def take_token_row(input_ids: IntArray, row: Conversation, train_on: TrainOn) ->
 
 
 def open_chat(tokenizer: "PreTrainedTokenizerBase", options: Mapping[str, Any]) -> Chat:
+    """Raises InputError for a tokenizer that is slow or has no chat template, and for options that the
+    template never reads.
+    """
     check_chat_tokenizer(tokenizer)
+    check_template_options(tokenizer, options)
     added = tokenizer.added_tokens_decoder
     special = {token.content for token in added.values() if token.special} | set(tokenizer.all_special_tokens)
     return Chat(
@@ -299,7 +304,12 @@ def _place_turns(
             text = f"{chat.source}: no generation mark in turn {turn.index}; left out"
             notes.append(Note("turn_not_marked", text))
         elif span is None:
-            notes.append(Note("turn_alone", f"{chat.source}: turn {turn.index} is a sample of its own"))
+            text = (
+                f"{chat.source}: turn {turn.index} is trained on as a sample of its own, with the history "
+                "that serving shows it, because the whole conversation renders it otherwise (such as "
+                "without its thinking, or with a token across its border)"
+            )
+            notes.append(Note("turn_trained_on_as_a_sample_of_its_own", text))
             alone.append(sample)
         else:
             spans.append(span)

@@ -70,12 +70,27 @@ def _are_close(own_RH: Tensor, target_RH: Tensor) -> bool:
     )
 
 
-def check_prompts(target: FrozenTarget, prompts: Sequence[Prompt], max_new_tokens: int) -> None:
-    """Refuse, with InputError, an empty list and prompts that the target cannot read or answer in full."""
+def context_limit(target: FrozenTarget) -> int | None:
+    """Tokens of prompt and answer together that the target can position; None: no limit is known."""
+    limits = (getattr(target.config, "max_position_embeddings", None), rope_limit(target.config))
+    return min((value for value in limits if value is not None), default=None)
+
+
+def check_prompts(
+    target: FrozenTarget,
+    prompts: Sequence[Prompt],
+    max_new_tokens: int,
+    *,
+    flag: str = "--max_new_tokens",
+    remedy: str = "",
+) -> None:
+    """Refuse, with InputError, an empty list and prompts that the target cannot read or answer in full.
+
+    flag: what sets max_new_tokens; remedy: what else a user can do about a prompt that is too long.
+    """
     if not prompts:
         raise InputError("there are no prompts; give at least one")
-    limits = (getattr(target.config, "max_position_embeddings", None), rope_limit(target.config))
-    limit = min((value for value in limits if value is not None), default=None)
+    limit = context_limit(target)
     for prompt in prompts:
         if not prompt.token_ids:
             raise InputError(f"{prompt.source}: the prompt has no tokens; give it some text")
@@ -86,11 +101,23 @@ def check_prompts(target: FrozenTarget, prompts: Sequence[Prompt], max_new_token
             )
         length = len(prompt.token_ids)
         if limit is not None and length + max_new_tokens > limit:
-            lower = f" or lower --max_new_tokens to {limit - length}" if length < limit else ""
+            lower = f" or lower {flag} to {limit - length}" if length < limit else ""
             raise InputError(
                 f"{prompt.source}: the prompt's {length} tokens and {max_new_tokens} new ones exceed the "
-                f"target's context of {limit} tokens; shorten the prompt{lower}"
+                f"target's context of {limit} tokens; shorten the prompt{lower}{remedy}"
             )
+
+
+def split_long_prompts(
+    target: FrozenTarget, prompts: Sequence[Prompt], max_new_tokens: int
+) -> tuple[list[Prompt], list[Prompt]]:
+    """(those that the target can read and answer in full, those that are too long)."""
+    longest = context_limit(target)
+    fits = [longest is None or len(prompt.token_ids) + max_new_tokens <= longest for prompt in prompts]
+    return (
+        [prompt for prompt, is_short in zip(prompts, fits, strict=True) if is_short],
+        [prompt for prompt, is_short in zip(prompts, fits, strict=True) if not is_short],
+    )
 
 
 def check_options(

@@ -45,14 +45,15 @@ SPEC_BENCH = frozenset(("translation", "summarization", "qa", "math_reasoning", 
 
 @dataclass(frozen=True, slots=True)
 class PromptReport:
-    """What became of some prompt files: rows_read = prompts + rows_not_measured; the rest are counts within
-    the prompts.
+    """What became of some prompt files: rows_read = prompts + rows_not_measured + long_prompts_left_out; the
+    rest are counts within the prompts that were read.
     """
 
     rows_read: int
     rows_not_measured: int
     later_turns_left_out: int
     answers_left_out: int
+    long_prompts_left_out: int = 0
 
     def notes(self) -> list[str]:
         """What a person should know, one line each."""
@@ -60,6 +61,9 @@ class PromptReport:
             "rows are not measured, because --max_prompts says how many are": self.rows_not_measured,
             "later turns are left out: each conversation is asked its first": self.later_turns_left_out,
             "conversations end with an answer, which is left out": self.answers_left_out,
+            "prompts are left out, because with --max_new_tokens they exceed the target's context": (
+                self.long_prompts_left_out
+            ),
         }
         return [f"{count:,} {text}" for text, count in texts.items() if count]
 

@@ -9,7 +9,13 @@ from eagle_train.bundled import DEMO, DEMO_NAME, target_path
 from eagle_train.config import ISOLATED, TrainConfig
 from eagle_train.config_measure import MeasureConfig
 from eagle_train.decode.chain import decode_plain, measure_acceptance
-from eagle_train.decode.check import check_pair, draft_aux_layer_ids, is_embedding_of
+from eagle_train.decode.check import (
+    check_pair,
+    check_prompts,
+    draft_aux_layer_ids,
+    is_embedding_of,
+    split_long_prompts,
+)
 from eagle_train.decode.figures import count_different, group_figures
 from eagle_train.decode.plots import check_parent, check_plot, draw_acceptance, save_figure
 from eagle_train.decode.prompts import PromptReport, read_prompts
@@ -55,6 +61,7 @@ def measure(options: MeasureConfig) -> None:
     record = read_run_record(stored.directory)
     target, prompts, report = open_target_and_prompts(options, run, record)
     check_pair(target, head)
+    prompts, report = fitting_prompts(options, target, prompts, report)
     own_VH = stored.tensors.get("embed_tokens.weight")
     if own_VH is not None and not is_embedding_of(target, own_VH):
         raise InputError(
@@ -100,6 +107,22 @@ def open_target_and_prompts(
     target = open_target(name, run, device, choose_dtype(options.dtype, device), ANY_LAYERS)
     assert isinstance(target, FrozenTarget)
     return target, prompts, report
+
+
+def fitting_prompts(
+    options: MeasureConfig, target: FrozenTarget, prompts: list[Prompt], report: PromptReport
+) -> tuple[list[Prompt], PromptReport]:
+    """The prompts that the target can answer in full; --on_long_prompt says whether others are refused."""
+    if options.on_long_prompt == "skip":
+        prompts, too_long = split_long_prompts(target, prompts, options.max_new_tokens)
+        report = replace(report, long_prompts_left_out=len(too_long))
+        if not prompts:
+            raise InputError(
+                f"none of {len(too_long):,} prompts is left: with --max_new_tokens {options.max_new_tokens} "
+                "each exceeds the target's context; lower it, or name shorter prompts"
+            )
+    check_prompts(target, prompts, options.max_new_tokens, remedy=", or leave it out: --on_long_prompt skip")
+    return prompts, report
 
 
 def with_run_options(options: MeasureConfig) -> TrainConfig:

@@ -12,6 +12,9 @@ from eagle_train.decode.prompts import PromptReport
 from eagle_train.model.target import FrozenTarget
 from eagle_train.train.report import format_facts, format_figure, format_table
 
+# Below these a speed-up is mostly noise: of the machine, and of which prompts they happen to be.
+ENOUGH_PROMPTS, ENOUGH_SECONDS = 20, 5
+
 
 @dataclass(frozen=True, slots=True)
 class Expected:
@@ -144,9 +147,10 @@ def comparison_facts(
     emitted, interval = format_estimate(every.emitted_per_step, 3)
     steps = f"{expected.verify_steps:,.1f}" if options.temperature else f"{expected.verify_steps:,}"
     facts = {
-        "expected acceptance length": f"{format_figure(expected.acceptance_length)} by the chain walk over "
-        f"these answers, measured {emitted} ({interval}; tokens a step; steps: expected {steps}, measured "
-        f"{every.verify_steps:,})"
+        "emitted tokens per verify step": f"expected {format_figure(expected.acceptance_length)} by the "
+        f"chain walk over these answers ({steps} steps), measured {emitted} ({interval}; "
+        f"{every.verify_steps:,} steps); without what a last step accepts beyond "
+        "an answer's end, which acceptance length counts"
     }
     facts["acceptance_length_prompt_mean"] = (
         f"{format_figure(every.acceptance_length_prompt_mean)} (each prompt weighs the same; not pooled)"
@@ -155,7 +159,7 @@ def comparison_facts(
     if speed.plain_tokens_per_second is not None:
         facts["speed"] += (
             f", without the draft {speed.plain_tokens_per_second:,.1f} tokens/s: "
-            f"{format_figure(speed.speedup, 2)}x"
+            f"{format_figure(speed.speedup, 2)}x{doubt_of_speed(speed, every.prompts)}"
         )
     if measurement.num_different is not None:
         facts["answers unlike plain decoding's"] = f"{measurement.num_different:,} of {every.prompts:,}"
@@ -166,6 +170,17 @@ def comparison_facts(
                 else " (near-ties fall either way in bfloat16; --dtype float32 decides them)"
             )
     return facts
+
+
+def doubt_of_speed(speed: Speed, num_prompts: int) -> str:
+    """Why a ratio of speeds says little, where it does."""
+    seconds = min(speed.seconds, speed.plain_seconds or speed.seconds)
+    if num_prompts >= ENOUGH_PROMPTS and seconds >= ENOUGH_SECONDS:
+        return ""
+    return (
+        f" (a rough figure: {num_prompts:,} prompts in {seconds:.1f} s; take {ENOUGH_PROMPTS} prompts and "
+        f"{ENOUGH_SECONDS} s or more)"
+    )
 
 
 def as_json(

@@ -65,7 +65,7 @@ def read_plan_lengths(options: PlanConfig, config: TrainConfig) -> tuple[Ints, I
         kept = in_file <= limit if config.overlong == "drop" else np.ones(len(in_file), dtype=bool)
         return lengths, np.flatnonzero(kept), report, options.lengths
     if config.target:
-        config.check_sources()
+        config.check_target_and_data()
     elif not (config.data or config.mock_data):
         raise InputError("nothing to plan; name --lengths, --data or --mock_data")
     tokenizer, vocab_size, max_positions = None, ANY_VOCABULARY, None

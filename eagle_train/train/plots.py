@@ -30,6 +30,18 @@ if TYPE_CHECKING:
 DEFAULT_NAME = "plot.png"
 FEWEST_POINTS = 4  # validations that make a curve; with fewer, training is shown
 
+# What is drawn of each kind of event.
+DRAWN_KEYS = {
+    "train": (
+        *("step", "total_tokens", "loss", "acceptance_length", "acceptance_rate", "top1_agreement"),
+        *("fill", "tokens_per_second"),
+    ),
+    "validation": (
+        *("step", "eval_loss", "eval_acceptance_length", "eval_acceptance_rate", "eval_top1_agreement"),
+    ),
+    "measured": ("step", "num_speculative_tokens", "acceptance_length"),
+}
+
 Event = Mapping[str, Any]
 
 
@@ -44,6 +56,11 @@ class RunMetrics:
     train: list[Event]
     validations: list[Event]
     measured: list[Event]
+
+    @property
+    def ttt_steps(self) -> int:
+        """K, the length of the run's unroll."""
+        return len(self.train[-1]["top1_agreement"])
 
     def tokens(self, events: Sequence[Event]) -> list[float]:
         """Training tokens seen at each event; only train events say it, others lie between."""
@@ -61,7 +78,20 @@ def plot(config: PlotConfig) -> Path:
     labels = run_labels(config.run_dirs)
     runs = [read_run(Path(path), label) for path, label in zip(config.run_dirs, labels, strict=True)]
     save_figure(draw_runs(runs), out)
+    for note in comparison_notes(runs):
+        print(f"note: {note}")
     return out
+
+
+def comparison_notes(runs: Sequence[RunMetrics]) -> list[str]:
+    """What the runs of a figure do not have in common, and what is therefore not drawn or not comparable."""
+    if len({run.ttt_steps for run in runs}) == 1:
+        return []
+    of_each = ", ".join(f"{run.label} K = {run.ttt_steps}" for run in runs)
+    notes = [f"the runs differ in K ({of_each}): a loss sums over a run's own K steps, so compare no losses"]
+    if shown_length(runs) is None:
+        notes.append("the runs have no acceptance length at a common n, so none is drawn")
+    return notes
 
 
 def run_labels(run_dirs: Sequence[str]) -> list[str]:
@@ -81,9 +111,15 @@ def read_run(run_dir: Path, label: str) -> RunMetrics:
             break
         try:
             event = json.loads(line)
-            events.setdefault(event["event"], []).append(event)
+            kind = event["event"]
+            events.setdefault(kind, []).append(event)
         except (ValueError, KeyError, TypeError) as error:
             raise InputError(f"{path}:{number}: not an event of a training run ({error!r})") from error
+        if missing := [key for key in DRAWN_KEYS.get(kind, ()) if key not in event]:
+            raise InputError(
+                f"{path}:{number}: the {kind} event lacks {', '.join(missing)}; plot runs of this package's "
+                "present version, or remove the line"
+            )
     if not events.get("train"):
         raise InputError(f"{path} has no training step yet; wait for the first one, or name another run")
     return RunMetrics(label, events["train"], events.get("validation", []), events.get("measured", []))
@@ -98,8 +134,9 @@ def draw_runs(runs: Sequence[RunMetrics]) -> "Figure":
     prefix = "eval_" if min(len(run.validations) for run in runs) >= FEWEST_POINTS else ""
     for run, colour in zip(runs, colours, strict=True):
         _draw_curve(axes[0, 0], run, "loss", colour)
-        _draw_curve(axes[0, 1], run, "acceptance_length", colour, key=n)
-        _draw_measured(axes[0, 1], run, colour)
+        if n is not None:
+            _draw_curve(axes[0, 1], run, "acceptance_length", colour, key=n)
+            _draw_measured(axes[0, 1], run, colour)
         _draw_depths(axes[0, 2], run, colour)
         _draw_depth_courses(axes[1, 0], run, colour, prefix)
         fill = [100 * event["fill"] for event in run.train]
@@ -108,9 +145,16 @@ def draw_runs(runs: Sequence[RunMetrics]) -> "Figure":
         axes[1, 2].plot(run.tokens(run.train), speed, color=colour, linewidth=1.6)
     measured = sorted({event["num_speculative_tokens"] for run in runs for event in run.measured})
     note = f", measured at n = {', '.join(map(str, measured))}" if measured else ""
+    is_one_k = len({run.ttt_steps for run in runs}) == 1
     titles = (
-        ("Loss", "sum of weighted cross-entropies (nats)"),
-        (f"Acceptance length at n = {n} drafted tokens", f"tokens per verify step (expected{note})"),
+        (
+            "Loss" if is_one_k else "Loss over each run's own K steps, not comparable",
+            "sum of weighted cross-entropies (nats)",
+        ),
+        (
+            f"Acceptance length at n = {n} drafted tokens" if n else "Acceptance length: no common n",
+            f"tokens per verify step (expected{note})",
+        ),
         ("Acceptance by depth, last validation", "share of supervised rows"),
         (
             f"Top-1 agreement of each depth, {'validation' if prefix else 'training'}",
@@ -132,7 +176,9 @@ def draw_runs(runs: Sequence[RunMetrics]) -> "Figure":
     axes[1, 2].set_ylim(bottom=0)
     axes[1, 2].yaxis.set_major_formatter(_in_thousands)
     names = [
-        legend_line(color=colour, linewidth=4, label=run.label)
+        legend_line(
+            color=colour, linewidth=4, label=run.label if is_one_k else f"{run.label} (K = {run.ttt_steps})"
+        )
         for run, colour in zip(runs, colours, strict=True)
     ]
     figure.legend(handles=names, loc="outside upper center", ncols=4, frameon=False)
@@ -140,11 +186,13 @@ def draw_runs(runs: Sequence[RunMetrics]) -> "Figure":
     return figure
 
 
-def shown_length(runs: Sequence[RunMetrics]) -> str:
-    """The n at which acceptance lengths are drawn: the measured one, else the largest that all runs have."""
+def shown_length(runs: Sequence[RunMetrics]) -> str | None:
+    """The n at which acceptance lengths are drawn: the measured one, else the largest that all runs have;
+    None where they have none in common.
+    """
     common = set.intersection(*(set(run.train[-1]["acceptance_length"]) for run in runs))
     if not common:
-        raise InputError("the runs have no acceptance length at a common n; plot them one at a time")
+        return None
     measured = {str(event["num_speculative_tokens"]) for run in runs for event in run.measured}
     return max(measured & common or common, key=int)
 

@@ -29,7 +29,8 @@ from eagle_train.model.target import (
 )
 from eagle_train.model.vocab import choose_draft_vocabulary, vocabulary_coverage
 from eagle_train.objective.losses import DEFAULT_CHUNK_ROWS
-from eagle_train.train.splits import PreparedData, prepare_data
+from eagle_train.train.option_notes import option_notes, own_token_notes
+from eagle_train.train.splits import PreparedData, prepare_data, with_note
 from eagle_train.train.warm_start import StartHead, WarmStart, describe_start, read_start_head, warm_head
 
 MOCK_TARGET_NAME = "random features"
@@ -107,13 +108,16 @@ def prepare(
     data = prepare_data(config, tokenizer, source.vocab_size, source.max_positions)
     target = open_target(source.name, config, device, dtype, aux_layer_ids)
     head, coverage, warm_start = make_draft_head(target, tokenizer, data.train_samples, config, start)
+    own_share = own_token_share(target, data.train_samples)
+    for note in (*option_notes(config, data), *own_token_notes(own_share)):
+        data = with_note(data, note)
     return Prepared(
         target=target,
         target_name="the bundled demo target" if source.is_demo else source.name,
         head=head,
         data=data,
         draft_vocab_coverage=coverage,
-        own_token_share=own_token_share(target, data.train_samples),
+        own_token_share=own_share,
         warm_start=warm_start,
     )
 
@@ -207,7 +211,8 @@ def load_tokenizer(target_name: str, config: TrainConfig) -> PreTrainedTokenizer
     if config.chat_template is not None:
         path = Path(config.chat_template)
         if not path.is_file():
-            raise InputError(f"--chat_template {path} does not exist")
+            found = "is not a file" if path.exists() else "does not exist"
+            raise InputError(f"--chat_template {path} {found}; name a file that holds a Jinja template")
         try:
             tokenizer.chat_template = path.read_text(encoding="utf-8")
         except UnicodeDecodeError as error:

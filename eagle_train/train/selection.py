@@ -39,7 +39,7 @@ def read_measure_prompts(config: TrainConfig, prepared: Prepared) -> list[Prompt
         template_options=config.parsed_template_options(),
         max_prompts=config.measure_max_prompts,
     )
-    check_prompts(prepared.target, prompts, config.measure_max_new_tokens)
+    check_prompts(prepared.target, prompts, config.measure_max_new_tokens, flag="--measure_max_new_tokens")
     return prompts
 
 

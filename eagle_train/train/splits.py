@@ -1,7 +1,8 @@
 """Data files, or mock data, as a training and a held-out split within the length limit; all is counted."""
 
+import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 
@@ -36,10 +37,13 @@ class LengthReport:
 
 @dataclass(frozen=True, slots=True)
 class SplitReport:
-    """How a data split came about."""
+    """How a data split came about. shared_samples: those of which the other split has a copy, with the same
+    token ids and supervision.
+    """
 
     data: DataReport | None  # None: mock data, which come from no file
     length: LengthReport
+    shared_samples: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +86,14 @@ def prepare_data(
     else:
         train, heldout = split_off(train, config.eval_fraction, config.seed, config.max_eval_samples)
     lengths = np.array([len(sample) for sample in train], dtype=np.int64)
-    return PreparedData(train, lengths, supervised_rows(train), heldout, train_report, heldout_report)
+    data = PreparedData(train, lengths, supervised_rows(train), heldout, train_report, heldout_report)
+    if not heldout and config.eval_fraction and len({sample.source for sample in train}) > 1:
+        data = with_note(
+            data,
+            f"nothing is held out, because all {len(train):,} samples are copies of each other, or share "
+            "parts; name --eval_data to validate",
+        )
+    return with_shared_samples(data) if eval_paths else data  # `split_off` leaves none on both sides
 
 
 def _mock_data(config: TrainConfig, vocab_size: int, limit: int) -> PreparedData:
@@ -197,18 +208,76 @@ def fit_length(samples: list[Sample], limit: int, overlong: str) -> tuple[list[S
 def split_off(
     samples: list[Sample], fraction: float, seed: int, most: int | None = None
 ) -> tuple[list[Sample], list[Sample]]:
-    """Hold out about `fraction` of the conversations (at least one where there are two, at most `most`).
+    """Hold out about `fraction` of the conversations, at most `most`; at least one where they are not all
+    copies of each other, and then with all its copies.
 
-    Returns (train, held-out).
-
-    Samples of one conversation stay together, so none is trained on and validated with.
+    Returns (train, held-out). Samples of one conversation stay together, and so do conversations that have an
+    equal sample, so none is trained on and validated with.
     """
-    sources = list(dict.fromkeys(sample.source for sample in samples))
-    num_heldout = min(max(round(fraction * len(sources)), int(fraction > 0)), len(sources) - 1)
-    num_heldout = num_heldout if most is None else min(num_heldout, most)
-    order = np.random.default_rng([seed, 1]).permutation(len(sources))
-    heldout = {sources[index] for index in order[:num_heldout]}
+    groups = conversations_apart(samples)
+    num_conversations = sum(map(len, groups))
+    wanted = min(max(round(fraction * num_conversations), int(fraction > 0)), num_conversations - 1)
+    wanted = wanted if most is None else min(wanted, most)
+    order = np.random.default_rng([seed, 1]).permutation(len(groups))
+    heldout: set[str] = set()
+    for index in order:
+        if len(heldout) + len(groups[index]) <= wanted:
+            heldout |= groups[index]
+    if wanted and not heldout and len(groups) > 1:
+        heldout = min((groups[index] for index in order), key=len)
     return (
         [sample for sample in samples if sample.source not in heldout],
         [sample for sample in samples if sample.source in heldout],
     )
+
+
+def conversations_apart(samples: Sequence[Sample]) -> list[set[str]]:
+    """Sources of conversations in groups that share no sample, in the order of their first."""
+    group_of: dict[str, set[str]] = {}
+    first_source: dict[bytes, str] = {}
+    for sample in samples:
+        own = group_of.setdefault(sample.source, {sample.source})
+        other = group_of[first_source.setdefault(content_key(sample), sample.source)]
+        if own is not other:
+            small, large = sorted((own, other), key=len)
+            large |= small
+            group_of |= dict.fromkeys(small, large)
+    return list({id(group): group for group in group_of.values()}.values())
+
+
+def content_key(sample: Sample) -> bytes:
+    """Equal for samples of equal token ids and supervision."""
+    parts = (sample.input_ids.tobytes(), sample.answer_remaining.tobytes())
+    return hashlib.blake2b(b"".join(parts), digest_size=16).digest()
+
+
+def with_shared_samples(data: PreparedData) -> PreparedData:
+    """The data with the samples counted that are in both splits, and a note where there are any."""
+    train_keys, heldout_keys = (
+        [content_key(sample) for sample in split] for split in (data.train_samples, data.heldout_samples)
+    )
+    in_train, in_heldout = set(train_keys), set(heldout_keys)
+    num_heldout = sum(key in in_train for key in heldout_keys)
+    if not num_heldout:
+        return data
+    num_train = sum(key in in_heldout for key in train_keys)
+    heldout_report = data.heldout_report and replace(data.heldout_report, shared_samples=num_heldout)
+    data = replace(
+        data,
+        train_report=replace(data.train_report, shared_samples=num_train),
+        heldout_report=heldout_report,
+    )
+    return with_note(
+        data,
+        f"{num_heldout:,} of {len(heldout_keys):,} held-out samples are also in training, so held-out "
+        "figures flatter; hold out conversations that are not trained on",
+    )
+
+
+def with_note(data: PreparedData, text: str) -> PreparedData:
+    """The data with one more note, which the header of a run shows and metrics.jsonl keeps."""
+    report = data.train_report
+    if report.data is None:
+        return data
+    noted = replace(report.data, messages=(*report.data.messages, text))
+    return replace(data, train_report=replace(report, data=noted))

@@ -331,7 +331,7 @@ def test_u10_marks_and_rendering_agree(talk: list[dict[str, Any]], trims_offsets
     for result in (by_rendering, by_both):
         assert sorted(itertools.chain(*texts(result, plain))) == sorted(answers)
     encoded = marked.apply_chat_template(talk, return_dict=True, return_assistant_tokens_mask=True)
-    if len(by_rendering.samples) == 1 and "turn_alone" not in kinds(by_rendering):
+    if len(by_rendering.samples) == 1 and "turn_trained_on_as_a_sample_of_its_own" not in kinds(by_rendering):
         assert supervised_spans(by_rendering.samples[0]) == spans_from_mask(encoded["assistant_masks"])
     else:  # "\n" of the prompt and "\n\n" of the answer are one token; by marks it would be supervised
         assert any(m["content"].startswith(("\n", "  ")) for m in talk)

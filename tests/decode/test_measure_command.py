@@ -17,6 +17,7 @@ from eagle_train.decode.figures import group_figures
 from eagle_train.decode.prompts import read_prompts
 from eagle_train.model.checkpoint import load_draft_head, save_draft_head
 from eagle_train.model.target import load_target
+from eagle_train.train.measure_report import Speed, doubt_of_speed
 from tests.commands import Outcome, run, write_jsonl
 from tests.data.templates import EMPTY, make_tokenizer
 from tests.documents import documents_of, fitted_head, with_own_tokens
@@ -154,6 +155,66 @@ def test_prompts_can_be_fewer_and_the_demos_are_found(tmp_path: Path, place: Pat
     assert figures["data"]["rows_not_measured"] == 3
     line = measure(place, target="demo").refusal()
     assert "and demo has 299 of its 301 tokens not or under another id" in line
+
+
+def test_the_two_figures_beside_each_other_have_names_of_their_own(place: Path) -> None:
+    """Acceptance length counts what a last step accepts beyond an answer's end; emitted tokens do not."""
+    outcome = measure(place)
+    assert outcome.code == 0, outcome.err
+    (line,) = [text for text in outcome.out.splitlines() if "by the chain walk" in text]
+    assert line.split("  ")[1] == "emitted tokens per verify step"
+    assert "expected" in line
+    assert "acceptance length" not in line.split(";")[0]
+
+
+@pytest.mark.parametrize(
+    ("prompts", "seconds", "is_rough"), [(19, 60.0, True), (200, 4.9, True), (20, 5.0, False)]
+)
+def test_a_speed_up_on_little_is_called_rough(prompts: int, seconds: float, is_rough: bool) -> None:
+    text = doubt_of_speed(Speed(100, seconds, 100, 60.0), prompts)
+    assert bool(text) == is_rough
+    assert not is_rough or f"{prompts} prompts in {seconds:.1f} s; take 20 prompts" in text
+
+
+def test_the_report_says_that_five_prompts_are_few_for_a_speed_up(place: Path) -> None:
+    assert "x (a rough figure: 5 prompts in " in measure(place).out
+    assert "rough" not in measure(place, compare_plain="false").out
+
+
+def test_long_prompts_are_refused_or_left_out_and_counted(place: Path, tmp_path: Path) -> None:
+    long = [{"input_ids": [20] * 500}, {"input_ids": [21] * 30}, {"input_ids": [22] * 488}]
+    path = write_jsonl(tmp_path / "long.jsonl", long)
+    line = measure(place, prompts=path).refusal()
+    assert "long.jsonl:1: the prompt's 500 tokens and 24 new ones exceed the target's context of 512" in line
+    assert line.endswith("lower --max_new_tokens to 12, or leave it out: --on_long_prompt skip")
+    skipped = measure(place, prompts=path, on_long_prompt="skip", json=tmp_path / "f.json")
+    figures = figures_of(skipped, tmp_path / "f.json")
+    assert figures["groups"]["all"]["every"]["prompts"] == 2
+    assert (figures["data"]["rows_read"], figures["data"]["long_prompts_left_out"]) == (3, 1)
+    assert "note: 1 prompts are left out, because with --max_new_tokens they exceed" in skipped.out
+    line = measure(place, prompts=path, on_long_prompt="skip", max_new_tokens=512).refusal()
+    assert "none of 3 prompts is left: with --max_new_tokens 512" in line
+
+
+def test_a_misspelt_template_option_is_refused(place: Path) -> None:
+    line = measure(place, template_options="enable_thinkin=false").refusal()
+    assert "--template_options enable_thinkin: the chat template has no such option" in line
+
+
+def test_a_target_without_chat_template_trains_and_measures_on_token_ids(tmp_path: Path) -> None:
+    target = write_target(tmp_path / "target", template=None)
+    rows = [{"input_ids": list(range(20 + i, 50 + i)), "loss_mask": [0] * 10 + [1] * 20} for i in range(8)]
+    data = write_jsonl(tmp_path / "d.jsonl", rows)
+    prompts = write_jsonl(tmp_path / "p.jsonl", [{"input_ids": row["input_ids"][:10]} for row in rows[:2]])
+    paths = ("--target", target, "--data", data, "--eval_data", data, "--output_dir", tmp_path / "run")
+    how = ("--training_seq_len", 64, "--ttt_steps", 2, "--max_steps", 1, "--dtype", "float32")
+    outcome = run(
+        *paths, *how, "--measure_prompts", prompts, "--measure_max_new_tokens", 8, "--num_threads", 1
+    )
+    assert outcome.code == 0, outcome.err
+    assert "validation at step 1" in outcome.out
+    assert "measured at step 1" in outcome.out
+    assert measure(tmp_path, draft=tmp_path / "run", prompts=prompts).code == 0
 
 
 BAD_FLAGS = {

@@ -93,7 +93,7 @@ def smollm2_case(shared: Path, tmp_path_factory: pytest.TempPathFactory) -> Case
     done = run(
         "--target", SMOLLM2, "--data", data / "smollm2_distilled" / "train.jsonl", "--max_samples", 40,
         "--eval_fraction", 0, "--draft_vocab_size", 8192, "--training_seq_len", 512,
-        "--bucket_granularity", 512, "--batch_size", 1, "--learning_rate", 2e-3, "--max_steps", 12,
+        "--bucket_granularity", 512, "--learning_rate", 2e-3, "--max_steps", 12,
         "--dtype", "bfloat16", "--output_dir", folder,
     )  # fmt: skip
     assert done.code == 0, done.err

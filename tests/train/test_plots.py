@@ -87,6 +87,58 @@ def test_the_shown_length_is_common_to_all_runs() -> None:
     assert shown_length([of("3", "5", "7"), of("3", "5")]) == "5"
     assert shown_length([of("3", "5", "10")]) == "10"
     assert shown_length([of("3", "5", "7", measured=5)]) == "5"
+    assert shown_length([of("1"), of("2")]) is None
+
+
+def of_k(events: list[dict[str, Any]], k: int) -> list[dict[str, Any]]:
+    """The same events as of a run with K = k, which has acceptance lengths at n = k alone."""
+    return [
+        {
+            key: value[:k]
+            if isinstance(value, list)
+            else {str(k): 1.5}
+            if "acceptance_length" in key
+            else value
+            for key, value in event.items()
+        }
+        for event in events
+    ]
+
+
+def test_runs_of_different_k_are_drawn_as_far_as_they_compare(run_dir: Path, tmp_path: Path) -> None:
+    events = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    for k in (1, 2):
+        (tmp_path / f"k{k}").mkdir()
+        lines = [json.dumps(event) + "\n" for event in of_k(events, k) if event["event"] != "measured"]
+        (tmp_path / f"k{k}" / "metrics.jsonl").write_text("".join(lines))
+    dirs = (tmp_path / "k1", tmp_path / "k2")
+    outcome = run("plot", *dirs, "--out", tmp_path / "f.png")
+    assert outcome.code == 0, outcome.err
+    assert "the runs differ in K (k1 K = 1, k2 K = 2)" in outcome.out
+    assert "no acceptance length at a common n, so none is drawn" in outcome.out
+    figure = draw_runs([read_run(path, path.name) for path in dirs])
+    loss, length, depth, _, _, speed = figure.axes
+    assert (len(lines_of(loss)), len(lines_of(length)), len(lines_of(speed))) == (4, 0, 2)
+    assert sorted({len(line) for line in lines_of(depth)}) == [1, 2]
+    assert "not comparable" in loss.get_title(loc="left")
+    assert "no common n" in length.get_title(loc="left")
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["k1 (K = 1)", "k2 (K = 2)"]
+    assert "note" not in run("plot", run_dir, run_dir, "--out", tmp_path / "f.png").out
+
+
+@pytest.mark.parametrize(
+    ("event", "key"),
+    [("train", "loss"), ("train", "total_tokens"), ("validation", "eval_loss"), ("measured", "step")],
+)
+def test_an_event_without_its_keys_is_refused_in_one_line(
+    run_dir: Path, tmp_path: Path, event: str, key: str
+) -> None:
+    events = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    number = next(i for i, values in enumerate(events) if values["event"] == event)
+    del events[number][key]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(values) + "\n" for values in events))
+    line = run("plot", tmp_path).refusal()
+    assert f"metrics.jsonl:{number + 1}: the {event} event lacks {key};" in line
 
 
 def test_labels_are_names_unless_they_repeat() -> None:

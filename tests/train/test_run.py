@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from eagle_train.__main__ import COMMANDS
 from eagle_train.config import TrainConfig
 from eagle_train.data.collator import BucketingCollator
-from eagle_train.data.samples import Sample, answer_remaining_from_spans
+from eagle_train.data.samples import Sample
 from eagle_train.flags import parse
 from eagle_train.model.checkpoint import load_draft_head
 from eagle_train.model.target import load_target
@@ -29,7 +29,6 @@ from eagle_train.train import loop, start
 from eagle_train.train.prepare import Prepared
 from eagle_train.train.report import MetricsLog, format_sources
 from eagle_train.train.schedule import Schedule
-from eagle_train.train.splits import split_off
 from tests.commands import (
     Outcome,
     conversation,
@@ -470,24 +469,10 @@ def test_a_single_sample_trains_at_least_a_step(place: Workplace) -> None:
     assert torch.equal(load_file(place.output / "model.safetensors")["fc.weight"], weights["fc.weight"])
 
 
-def test_a_split_keeps_the_samples_of_a_conversation_together() -> None:
-    samples = [
-        Sample(np.arange(4, dtype=np.int32), answer_remaining_from_spans(4, [(1, 4)]), f"file:{index // 2}")
-        for index in range(40)
-    ]
-    for seed in range(5):
-        train, heldout = split_off(samples, 0.2, seed)
-        assert {s.source for s in train}.isdisjoint(s.source for s in heldout)
-        assert len(heldout) == 8
-        assert len(train) + len(heldout) == len(samples)
-    assert split_off(samples, 0.0, 0)[1] == []
-    assert len(split_off(samples, 0.001, 0)[1]) == 2, "at least one conversation is held out"
-    assert len(split_off(samples, 1.0, 0)[0]) == 2, "at least one conversation is trained on"
-    assert split_off(samples, 0.2, 0)[1][0].source != split_off(samples, 0.2, 1)[1][0].source
-
-
 def test_a_figure_without_anything_to_measure_is_missing(place: Workplace) -> None:
-    data = write_jsonl(place.directory / "short.jsonl", [{"messages": turns("yes", "4")}] * 6)
+    data = write_jsonl(
+        place.directory / "short.jsonl", [{"messages": turns("yes " * (i + 1), "4")} for i in range(6)]
+    )
     outcome = place.trained(data=data, max_steps=1)
     values = read_events(place.output, "validation")[0]
     assert values["eval_acceptance_rate"][0] is not None

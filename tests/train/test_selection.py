@@ -246,7 +246,11 @@ def test_options_that_make_no_sense_are_refused(
 
 def test_prompts_that_do_not_fit_are_refused_before_step_one(data: dict[str, Any], tmp_path: Path) -> None:
     options = data | OPTIONS | {"measure_max_new_tokens": 600}
-    assert "exceed the target's context of 512 tokens" in train(options, tmp_path / "run").refusal()
+    line = train(options, tmp_path / "run").refusal()
+    assert (
+        "exceed the target's context of 512 tokens; shorten the prompt or lower --measure_max_new_to" in line
+    )
+    assert "--on_long_prompt" not in line, "an option of another command"
     assert not (tmp_path / "run" / "state").exists()
 
 
