@@ -110,7 +110,10 @@ def _training(record: RunRecord) -> list[str]:
         for name in SHOWN_OPTIONS
         if options.get(name) is not None
     ]
-    return ["## Training", ".\n\n".join(lines) + ".", "Options: " + ", ".join(shown) + "."]
+    paragraphs = [".\n\n".join(lines) + ".", "Options: " + ", ".join(shown) + "."]
+    if options.get("init_from") and record.last("end").get("best_step") == 0:
+        paragraphs.insert(0, "No step improved on the head that training started from; this is that head.")
+    return ["## Training", *paragraphs]
 
 
 def _acceptance(record: RunRecord) -> list[str]:

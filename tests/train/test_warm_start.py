@@ -459,6 +459,8 @@ def test_a_training_that_only_worsens_its_start_says_so_and_keeps_it(
     assert f"{tmp_path / 'out'} {said}{rounded})\n" in outcome.out
     (length,) = {e["eval_acceptance_length"]["3"] for e in read_events(tmp_path / "out", "validation")[:1]}
     assert f"{length:.2f} before, {length:.2f} after" in outcome.out
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "No step improved on the head that training started from; this is that head." in card
 
 
 def test_a_step_that_improves_is_named(place: Place, tmp_path: Path) -> None:
@@ -466,6 +468,7 @@ def test_a_step_that_improves_is_named(place: Place, tmp_path: Path) -> None:
     outcome = place.train(tmp_path / "out", init_from=tmp_path / "untrained", max_steps=STEPS)
     assert outcome.code == 0, outcome.err
     assert f"{tmp_path / 'out'} (of step {STEPS})\n" in outcome.out
+    assert "No step improved" not in (tmp_path / "out" / "README.md").read_text()
 
 
 def test_a_vocabulary_that_the_target_never_uses_is_told_once(place: Place, tmp_path: Path) -> None:
