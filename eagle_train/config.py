@@ -1,11 +1,8 @@
 """Every option of a training run: one frozen dataclass that is the command line, the YAML file and the saved
 record.
-
-Checks that need no data are made here; each names the value, the limit and the remedy.
 """
 
 import hashlib
-import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -14,40 +11,12 @@ from typing import Any
 
 import yaml
 
+from eagle_train.config_checks import ISOLATED, check_training
 from eagle_train.errors import InputError
 from eagle_train.files import write_atomically
 
-ISOLATED = "isolated"  # --attn_implementation that keeps the documents of a row apart
 PACKINGS = ("multipack", "multipack_v1", "multipack_v2", "next_fit", "none")
-MOCK_OPTIONS = ("mock_num_samples", "mock_len", "mock_loss_share", "mock_target")
 MOST_RANKS = 100_000  # that a plan is made for
-# Options that count something: each is at least 1 where it is set.
-COUNTS = (
-    "training_seq_len",
-    "bucket_granularity",
-    "batch_size",
-    "accumulation_steps",
-    "tokens_per_row",
-    "tokens_per_step",
-    "effective_batch_size",
-    "mock_num_samples",
-    "ttt_steps",
-    "num_epochs",
-    "max_steps",
-    "max_samples",
-    "max_eval_samples",
-    "draft_vocab_size",
-    "draft_intermediate_size",
-    "eval_every",
-    "save_every",
-    "log_every",
-    "num_threads",
-    "rank_timeout",
-    "measure_every",
-    "measure_max_prompts",
-    "measure_max_new_tokens",
-    "patience",
-)
 
 
 def option(
@@ -58,14 +27,6 @@ def option(
     """
     metadata = {"group": group, "help": text, "choices": choices, "positional": positional}
     return field(default=default, metadata=metadata)
-
-
-def check_counts(options: object, names: Sequence[str]) -> None:
-    """Raise InputError for an option that counts something and is set below 1."""
-    for name in names:
-        value = getattr(options, name)
-        if value is not None and value < 1:
-            raise InputError(f"--{name} is {value}; it must be at least 1")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -259,113 +220,9 @@ class TrainConfig:
     def __post_init__(self) -> None:
         if self.init_from is not None:  # one spelling, because --resume compares it with the recorded one
             object.__setattr__(self, "init_from", str(Path(os.path.expanduser(self.init_from))))
-        check_counts(self, COUNTS)
-        for name in ("warmup_ratio", "min_lr_ratio", "eval_fraction"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise InputError(f"--{name} is {getattr(self, name)}; it must lie between 0 and 1")
-        for name in ("adam_beta1", "adam_beta2", "ema_alpha"):
-            if not 0 <= getattr(self, name) < 1:
-                raise InputError(f"--{name} is {getattr(self, name)}; it must be at least 0 and below 1")
-        for name in ("learning_rate", "max_grad_norm", "step_decay"):
-            value = getattr(self, name)
-            if value is not None and not 0 < value < math.inf:
-                raise InputError(f"--{name} is {value}; it must be a finite number above 0")
-        if not 0 <= self.weight_decay < math.inf:
-            raise InputError(f"--weight_decay is {self.weight_decay}; it must be a finite number from 0 up")
-        if not 0 <= self.seed < 2**63:
-            raise InputError(f"--seed is {self.seed}; it must lie between 0 and 2^63 - 1")
-        if self.training_seq_len % self.granularity:
-            below = self.training_seq_len // self.granularity * self.granularity
-            nearest = f"{below} or {below + self.granularity}" if below else str(self.granularity)
-            raise InputError(
-                f"--training_seq_len {self.training_seq_len} is not a multiple of --bucket_granularity "
-                f"{self.granularity}; use {nearest}, or a granularity that divides it"
-            )
-        self._check_batches()
-        self._check_mock()
-        if self.num_workers is not None and self.num_workers < 0:
-            raise InputError(f"--num_workers is {self.num_workers}; it must be 0 (none) or more")
-        self._check_selection()
-        if self.compile_target and self.torch_compile is False:
-            raise InputError("--compile_target does nothing with --torch_compile false; drop one")
-        if self.resume and self.overwrite:
-            raise InputError("--resume and --overwrite exclude each other; drop one")
-        is_same = self.init_from and Path(self.init_from).resolve() == Path(self.output_dir).resolve()
-        if is_same and not self.resume:
-            raise InputError(
-                f"--init_from {self.init_from} is --output_dir itself; use --resume to go on with that run, "
-                "or name another --output_dir"
-            )
-        if self.eval_data and not self.data:
-            raise InputError("--eval_data is named without --data; name the files to train on as well")
+        check_training(self)
         self.parsed_template_options()
         self.parsed_role_map()
-
-    def _check_batches(self) -> None:
-        if self.packing != "none" and not self.padding_free:
-            raise InputError(
-                f"--packing {self.packing} lays documents end to end, --padding_free false does not; drop "
-                "--padding_free, or use --packing none"
-            )
-        if self.padding_free and self.attn_implementation != ISOLATED:
-            raise InputError(
-                f"--attn_implementation {self.attn_implementation} cannot keep the documents of a row apart; "
-                "drop it, or use --packing none --padding_free false"
-            )
-        if self.packing == "none" and self.tokens_per_row:
-            raise InputError(
-                f"--tokens_per_row is {self.tokens_per_row}, but --packing none fills no rows; drop one"
-            )
-        named = [
-            f"--{name}"
-            for name in ("accumulation_steps", "tokens_per_step", "effective_batch_size")
-            if getattr(self, name) is not None
-        ]
-        if len(named) > 1:
-            raise InputError(f"{' and '.join(named)} all say how large the global batch is; keep one")
-
-    def _check_mock(self) -> None:
-        named = [f"--{name}" for name in MOCK_OPTIONS if getattr(self, name) is not None]
-        if named and not self.mock_data:
-            raise InputError(f"{named[0]} is named without --mock_data; add it, or drop {named[0]}")
-        if self.mock_data and self.data:
-            raise InputError("--mock_data and --data exclude each other; drop one")
-        if self.mock_target and self.target:
-            raise InputError("--mock_target and --target exclude each other; drop one")
-        if self.mock_target and self.attn_implementation != ISOLATED:
-            raise InputError(
-                f"--attn_implementation {self.attn_implementation} has no target to act on with "
-                "--mock_target; drop one"
-            )
-        if self.mock_loss_share is not None and not 0 < self.mock_loss_share <= 1:
-            raise InputError(
-                f"--mock_loss_share is {self.mock_loss_share}; it must lie above 0 and be at most 1"
-            )
-
-    def _check_selection(self) -> None:
-        if self.measure_prompts and (self.mock_data or self.mock_target):
-            raise InputError("--measure_prompts needs a real target, which --mock_data has not; drop one")
-        if not self.measure_prompts:
-            if self.measure_every is not None:
-                raise InputError(
-                    "--measure_every does nothing without --measure_prompts; name a file of prompts"
-                )
-            if self.select_by == "measured":
-                raise InputError(
-                    "--select_by measured needs prompts to decode; name a file with --measure_prompts"
-                )
-        if self.select_by == "measured" and self.measure_max_new_tokens < 2:
-            raise InputError(
-                f"--measure_max_new_tokens is {self.measure_max_new_tokens}; with --select_by measured it "
-                "must be at least 2, because an answer's first token comes without a verify step"
-            )
-        has_own_data = self.data or self.mock_data  # the demo brings held-out data
-        nothing_held_out = has_own_data and not self.eval_data and self.eval_fraction == 0
-        if self.patience is not None and self.select_by == "expected" and nothing_held_out:
-            raise InputError(
-                "--patience does nothing where nothing is held out (--eval_fraction 0 without --eval_data); "
-                "name --eval_data or a share, or drop --patience"
-            )
 
     def check_sources(self) -> None:
         """What training needs, and what it would ignore; a plan compares packings, so it takes both."""

@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass
 
-from eagle_train.config import check_counts, option
+from eagle_train.config import option
+from eagle_train.config_checks import check_counts
 from eagle_train.errors import InputError
 
 # Options that count something: each is at least 1 where it is set.

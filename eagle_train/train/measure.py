@@ -6,7 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from eagle_train.bundled import DEMO, DEMO_NAME, target_path
-from eagle_train.config import ISOLATED, TrainConfig
+from eagle_train.config import TrainConfig
+from eagle_train.config_checks import ISOLATED
 from eagle_train.config_measure import MeasureConfig
 from eagle_train.decode.chain import decode_plain, measure_acceptance
 from eagle_train.decode.check import (

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from eagle_train.config import ISOLATED, PACKINGS, PlanConfig, TrainConfig
+from eagle_train.config import PACKINGS, PlanConfig, TrainConfig
+from eagle_train.config_checks import ISOLATED
 from eagle_train.data.mock import read_lengths
 from eagle_train.data.packing import Ints, Plan
 from eagle_train.data.plan_figures import PlanFigures, plan_figures

@@ -11,7 +11,8 @@ import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from eagle_train.bundled import DEMO_NAME, target_path
-from eagle_train.config import ISOLATED, TrainConfig
+from eagle_train.config import TrainConfig
+from eagle_train.config_checks import ISOLATED
 from eagle_train.data.collator import BucketingCollator
 from eagle_train.data.samples import Sample
 from eagle_train.errors import InputError
