@@ -10,7 +10,8 @@ from torch import Tensor
 from eagle_train.data.collator import BucketingCollator
 from eagle_train.data.samples import Sample, answer_remaining_from_spans
 from eagle_train.model.eagle3 import Eagle3DraftHead
-from eagle_train.model.target import FrozenTarget, draft_config
+from eagle_train.model.target import FrozenTarget
+from eagle_train.model.target_config import draft_config
 from eagle_train.train.evaluate import micro_batch_sums
 from eagle_train.train.loop import step_weights
 

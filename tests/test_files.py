@@ -13,7 +13,7 @@ from eagle_train.errors import InputError
 from eagle_train.files import write_atomically, write_json
 from eagle_train.model.checkpoint import save_draft_head
 from eagle_train.model.eagle3 import Eagle3DraftHead
-from eagle_train.model.target import draft_config
+from eagle_train.model.target_config import draft_config
 from eagle_train.train.report import MetricsLog
 from eagle_train.train.state import RunState, save_state
 from tests.tiny import tiny_target

@@ -9,7 +9,8 @@ from torch import Tensor
 from eagle_train.decode.results import Prompt
 from eagle_train.errors import InputError
 from eagle_train.model.eagle3 import Eagle3DraftHead
-from eagle_train.model.target import FrozenTarget, Target, rope_limit
+from eagle_train.model.target import FrozenTarget, Target
+from eagle_train.model.target_config import rope_limit
 
 # Between a float32 table and its bf16 copy; a trained table is further away.
 EMBEDDING_TOLERANCE = 2**-7

@@ -12,7 +12,7 @@ from eagle_train.export.findings import ENGINES, Effect, Finding
 from eagle_train.export.record import read_run_record
 from eagle_train.export.verdicts import engine_verdicts
 from eagle_train.model.layouts import EAGLE1, StoredHead, aux_layer_ids, read_stored_head
-from eagle_train.model.target import read_target_config
+from eagle_train.model.target_config import read_target_config
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,7 +38,7 @@ from eagle_train.model.layouts import (
     read_stored_head,
 )
 from eagle_train.model.options import unsupported
-from eagle_train.model.target import read_target_config
+from eagle_train.model.target_config import read_target_config
 
 NEED_TARGET = (SPECULATORS_FORMAT, OPENVINO, LLAMACPP)
 STEPS = "steps.sh"

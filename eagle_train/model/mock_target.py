@@ -15,7 +15,7 @@ from transformers import LlamaConfig
 
 from eagle_train.batch import PackedBatch, TargetFeatures
 from eagle_train.errors import InputError
-from eagle_train.model.target import resolve_aux_layer_ids
+from eagle_train.model.target_config import resolve_aux_layer_ids
 
 TABLE_ROWS = 4096  # features repeat for token ids this far apart
 LOGIT_SCALE = 2.0  # standard deviation of the logits

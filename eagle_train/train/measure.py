@@ -28,7 +28,8 @@ from eagle_train.flags import parse
 from eagle_train.model.checkpoint import draft_head_of
 from eagle_train.model.eagle3 import Eagle3DraftHead
 from eagle_train.model.layouts import read_stored_head
-from eagle_train.model.target import FrozenTarget, read_target_config
+from eagle_train.model.target import FrozenTarget
+from eagle_train.model.target_config import read_target_config
 from eagle_train.train.evaluate import evaluate, evaluate_sampled
 from eagle_train.train.measure_report import Expected, Measurement, Speed, as_json, format_measurement
 from eagle_train.train.output import RUN_CONFIG

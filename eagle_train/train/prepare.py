@@ -19,12 +19,10 @@ from eagle_train.errors import InputError
 from eagle_train.export.record import RunRecord
 from eagle_train.model.eagle3 import Eagle3DraftHead
 from eagle_train.model.mock_target import MockTarget, mock_config, parse_mock_target
-from eagle_train.model.target import (
-    Target,
+from eagle_train.model.target import Target, load_target, probe_target
+from eagle_train.model.target_config import (
     check_rope,
     draft_config,
-    load_target,
-    probe_target,
     read_target_config,
     resolve_aux_layer_ids,
 )

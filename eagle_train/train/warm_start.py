@@ -20,7 +20,8 @@ from eagle_train.export.record import START_DIGEST, RunRecord, read_run_record
 from eagle_train.model.checkpoint import draft_head_of
 from eagle_train.model.eagle3 import Eagle3DraftHead
 from eagle_train.model.layouts import StoredHead, aux_layer_ids, read_stored_head, weight_files
-from eagle_train.model.target import Target, draft_config, resolve_aux_layer_ids
+from eagle_train.model.target import Target
+from eagle_train.model.target_config import draft_config, resolve_aux_layer_ids
 
 MOST_NAMED = 5  # tokens that a note names
 DIGEST_DIGITS = 12

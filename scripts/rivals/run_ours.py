@@ -13,7 +13,8 @@ from eagle_train.batch import PackedBatch, TargetFeatures
 from eagle_train.config import TrainConfig
 from eagle_train.data.collator import BucketingCollator
 from eagle_train.model.eagle3 import Eagle3DraftHead
-from eagle_train.model.target import draft_config, load_target
+from eagle_train.model.target import load_target
+from eagle_train.model.target_config import draft_config
 from eagle_train.train.evaluate import micro_batch_sums, step_weights
 from eagle_train.train.optim import make_optimizer
 

@@ -11,7 +11,8 @@ from eagle_train.decode.check import check_pair, draft_aux_layer_ids, is_embeddi
 from eagle_train.decode.results import Prompt
 from eagle_train.errors import InputError
 from eagle_train.model.eagle3 import Eagle3Config, Eagle3DraftHead
-from eagle_train.model.target import FrozenTarget, draft_config
+from eagle_train.model.target import FrozenTarget
+from eagle_train.model.target_config import draft_config
 from tests.tiny import tiny_model, tiny_target
 
 PROMPT = Prompt((4, 5, 6), "questions.jsonl:3")

@@ -15,7 +15,8 @@ from eagle_train.data.samples import Sample, answer_remaining_from_spans
 from eagle_train.decode.chain import measure_acceptance
 from eagle_train.decode.results import Prompt, PromptResult, answer_samples
 from eagle_train.model.eagle3 import Eagle3DraftHead
-from eagle_train.model.target import FrozenTarget, draft_config
+from eagle_train.model.target import FrozenTarget
+from eagle_train.model.target_config import draft_config
 from eagle_train.model.vocab import choose_draft_vocabulary
 from eagle_train.objective.acceptance import WalkCounts, chain_walk, leading_hits, pool
 from eagle_train.objective.unroll import supervise, unrolled_sums

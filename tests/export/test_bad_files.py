@@ -14,7 +14,7 @@ from eagle_train.errors import InputError
 from eagle_train.export.engines import Served, serve_command
 from eagle_train.export.write import export_draft_head
 from eagle_train.model.checkpoint import load_draft_head
-from eagle_train.model.target import read_target_config
+from eagle_train.model.target_config import read_target_config
 from tests.export.heads import change_config, command, config_in, copy_of, tensors_in
 
 INDEX = "model.safetensors.index.json"

@@ -16,7 +16,8 @@ from eagle_train.data.collator import BucketingCollator
 from eagle_train.errors import InputError
 from eagle_train.model.checkpoint import load_draft_head, save_draft_head
 from eagle_train.model.eagle3 import Eagle3DraftHead
-from eagle_train.model.target import FrozenTarget, draft_config, load_target, read_target_config
+from eagle_train.model.target import FrozenTarget, load_target
+from eagle_train.model.target_config import draft_config, read_target_config
 from tests.documents import document, random_head
 from tests.tiny import tiny_model, tiny_target, write_target
 

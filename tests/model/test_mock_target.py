@@ -15,7 +15,7 @@ from eagle_train.errors import InputError
 from eagle_train.model.checkpoint import load_draft_head, save_draft_head
 from eagle_train.model.eagle3 import Eagle3DraftHead
 from eagle_train.model.mock_target import LOGIT_SCALE, TABLE_ROWS, MockTarget, mock_config, parse_mock_target
-from eagle_train.model.target import draft_config
+from eagle_train.model.target_config import draft_config
 from eagle_train.train.evaluate import micro_batch_sums
 
 CPU = torch.device("cpu")

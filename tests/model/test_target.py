@@ -15,13 +15,8 @@ from eagle_train.config import TrainConfig
 from eagle_train.data.collator import BucketingCollator
 from eagle_train.errors import InputError
 from eagle_train.model.eagle3 import Eagle3DraftHead
-from eagle_train.model.target import (
-    FrozenTarget,
-    check_rope,
-    draft_config,
-    probe_target,
-    resolve_aux_layer_ids,
-)
+from eagle_train.model.target import FrozenTarget, probe_target
+from eagle_train.model.target_config import check_rope, draft_config, resolve_aux_layer_ids
 from eagle_train.train.evaluate import micro_batch_sums
 from eagle_train.train.loop import step_weights, supervised_counts
 from eagle_train.train.optim import make_optimizer

@@ -24,7 +24,8 @@ from eagle_train.config import TrainConfig
 from eagle_train.data.collator import BucketingCollator
 from eagle_train.data.samples import Sample, answer_remaining_from_spans
 from eagle_train.model.eagle3 import Eagle3DraftHead
-from eagle_train.model.target import FrozenTarget, draft_config
+from eagle_train.model.target import FrozenTarget
+from eagle_train.model.target_config import draft_config
 from eagle_train.objective.acceptance import AcceptanceTotals
 from eagle_train.objective.losses import PLAIN_CHUNKS
 from eagle_train.objective.unroll import UnrolledSums

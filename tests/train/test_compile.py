@@ -21,7 +21,7 @@ from eagle_train.data.packing import Shape
 from eagle_train.data.samples import Sample, answer_remaining_from_spans
 from eagle_train.model.eagle3 import Eagle3DraftHead
 from eagle_train.model.mock_target import MockTarget
-from eagle_train.model.target import draft_config
+from eagle_train.model.target_config import draft_config
 from eagle_train.objective.losses import PLAIN_CHUNKS
 from eagle_train.objective.unroll import UnrolledSums
 from eagle_train.train.compile import Compiled, compile_objective, compile_target, shape_of, warm_up

@@ -18,7 +18,7 @@ from eagle_train.data.packing import Shape
 from eagle_train.errors import InputError
 from eagle_train.model.eagle3 import Eagle3DraftHead
 from eagle_train.model.mock_target import MockTarget
-from eagle_train.model.target import draft_config
+from eagle_train.model.target_config import draft_config
 from eagle_train.objective.losses import PLAIN_CHUNKS
 from eagle_train.train import compile as compiling
 from eagle_train.train import run as running
@@ -247,7 +247,7 @@ warnings.simplefilter("error", FutureWarning)
 import torch
 from eagle_train.model.eagle3 import Eagle3DraftHead
 from eagle_train.model.mock_target import MockTarget
-from eagle_train.model.target import draft_config
+from eagle_train.model.target_config import draft_config
 from eagle_train.train.distributed import data_parallel, join, leave
 from eagle_train.__main__ import main
 ranks = join(True, 60)
