@@ -2,6 +2,9 @@
 
 from typing import Any
 
+from huggingface_hub.errors import StrictDataclassError
+from transformers import AutoConfig
+
 from eagle_train.export.findings import (
     BY_SOURCE,
     ENGINES,
@@ -26,7 +29,14 @@ from eagle_train.model.layouts import (
     eagle_config,
     shown,
 )
-from eagle_train.model.options import LAYER_FLAGS, changed_options, other_model_type, slides
+from eagle_train.model.options import (
+    LAYER_FLAGS,
+    LLAMA_TYPES,
+    changed_options,
+    other_model_type,
+    slides,
+    two_scalings,
+)
 
 # Engines that have each option of the layer.
 SUPPORT = {
@@ -47,11 +57,28 @@ RUN_NESTED = {
 def config_findings(stored: StoredHead) -> list[Finding]:
     """Options of the config that some engines honour and others do not."""
     found = _speculators_findings(stored) if stored.layout == SPECULATORS else _model_type_findings(stored)
-    found += _changed_findings(stored)
+    found += _changed_findings(stored) + _class_findings(stored)
     if stored.algorithm == EAGLE1:
         return found + _eagle1_findings(stored)
     found += _flag_findings(stored) + _layer_findings(stored)
     return found if stored.layout == SPECULATORS else found + _official_findings(stored)
+
+
+def _class_findings(stored: StoredHead) -> list[Finding]:
+    """What transformers' own config class, through which vLLM reads a head, makes of the raw values: it takes
+    no null for most of them.
+    """
+    values = stored.config["transformer_layer_config"] if stored.layout == SPECULATORS else stored.config
+    kind = values.get("model_type") or "llama"
+    if kind not in (*LLAMA_TYPES, "qwen3"):  # told as another kind of layer
+        return []
+    try:
+        AutoConfig.for_model(kind, **{key: value for key, value in values.items() if key != "model_type"})
+    except (StrictDataclassError, AttributeError, KeyError, TypeError, ValueError) as error:
+        reason = " ".join(str(error).split())[:120]
+        why = f"transformers' {kind} config refuses config.json ({reason})"
+        return [Finding(why, False, everywhere(UNKNOWN, why, vllm=Effect(REFUSED, why)))]
+    return []
 
 
 def _flag_findings(stored: StoredHead) -> list[Finding]:
@@ -119,6 +146,9 @@ def _changed_effects(key: str, text: str) -> dict[str, Effect]:
 
 def _layer_findings(stored: StoredHead) -> list[Finding]:
     flat, found = stored.flat, []
+    if two_scalings(flat):
+        why = "rope_parameters and rope_scaling say different things, and engines take one or the other"
+        found.append(Finding(f"{why}; keep the one that it was trained with", True, everywhere(UNKNOWN, why)))
     if "rms_norm_eps" not in flat:
         why = f"config.json has no rms_norm_eps: engines take {DEFAULT_RMS_NORM_EPS:g}"
         effects = {}

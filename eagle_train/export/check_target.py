@@ -1,6 +1,6 @@
 """What a draft head and the target that it is served with must have in common."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,7 @@ from eagle_train.model.layouts import (
     aux_layer_ids,
     read_weight_map,
     rope_of,
+    rope_parameters,
 )
 
 # How families call the token embedding; what stands before differs.
@@ -79,17 +80,28 @@ def _size_findings(stored: StoredHead, target_config: Any) -> list[Finding]:
 
 
 def _rope_findings(stored: StoredHead, target_config: Any) -> list[Finding]:
+    """Engines rotate a head by its own config. Trainers differ in what they write there: some published heads
+    were trained with the default base of 10,000 whatever the target's, so a difference is no fault by itself.
+    """
+    target_flat = target_config.to_dict()
     theta, kind = rope_of(stored.flat)
-    target_theta, target_kind = rope_of(target_config.to_dict())
+    target_theta, target_kind = rope_of(target_flat)
     found = []
     if theta != target_theta:
-        why = f"rope_theta is {theta:,.0f}, the target's {target_theta:,.0f}"
-        effects = everywhere(WRONG, f"{why}: right only if the head was trained so")
-        found.append(Finding(f"{why}; write the base that the head was trained with", True, effects))
+        why = f"rope_theta is {theta:,.0f}, the target's {target_theta:,.0f}: right only if it was trained so"
+        found.append(Finding(why, False, everywhere(UNKNOWN, why)))
     if kind != target_kind:
         why = f"rotary scaling is {kind!r}, the target's {target_kind!r}"
         found.append(Finding(f"{why}: right if the head was trained so (heads of this package are)", False))
+    elif changed := _different(rope_parameters(stored.flat), rope_parameters(target_flat)):
+        why = f"rotary scaling of type {kind!r} differs from the target's in {', '.join(changed)}"
+        found.append(Finding(f"{why}: right only if it was trained so", False, everywhere(UNKNOWN, why)))
     return found
+
+
+def _different(own: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
+    """Parameters that both name with different values, the base apart."""
+    return sorted(key for key in own.keys() & other.keys() - {"rope_theta"} if own[key] != other[key])
 
 
 def _aux_findings(stored: StoredHead, num_layers: int, record: RunRecord) -> list[Finding]:

@@ -87,6 +87,10 @@ def unsupported(stored: StoredHead) -> list[str]:
         found.append(f"target_hidden_size is {width}, not hidden_size {flat.get('hidden_size')}")
     if slides(flat):
         found.append(f"its attention slides over {flat.get('sliding_window')} tokens")
+    if two_scalings(flat):
+        found.append(
+            "rope_parameters and rope_scaling say different things, and readers take one or the other"
+        )
     if (kind := rope_of(flat)[1]) != "default":
         found.append(f"rotary scaling of type {kind!r}")
     return found
@@ -103,6 +107,18 @@ def other_model_type(flat: Mapping[str, Any]) -> str | None:
         else "whose layer is not known to be Llama's"
     )
     return f"model_type is {kind}, {how}"
+
+
+def two_scalings(flat: Mapping[str, Any]) -> bool:
+    """Whether both config schemas stand side by side and differ; transformers 5 takes `rope_scaling` then,
+    llama.cpp's converter `rope_parameters`.
+    """
+    new, old = flat.get("rope_parameters"), flat.get("rope_scaling")
+    if not (isinstance(new, dict) and isinstance(old, dict)):
+        return False
+    kinds = [values.get("rope_type") or values.get("type") or "default" for values in (new, old)]
+    shared = new.keys() & old.keys() - {"rope_type", "type"}
+    return kinds[0] != kinds[1] or any(new[key] != old[key] for key in shared)
 
 
 def slides(flat: Mapping[str, Any]) -> bool:

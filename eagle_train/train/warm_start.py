@@ -19,7 +19,7 @@ from eagle_train.export.check_target import target_findings
 from eagle_train.export.record import START_DIGEST, RunRecord, read_run_record
 from eagle_train.model.checkpoint import draft_head_of
 from eagle_train.model.eagle3 import Eagle3DraftHead
-from eagle_train.model.layouts import StoredHead, aux_layer_ids, read_stored_head, weight_files
+from eagle_train.model.layouts import StoredHead, aux_layer_ids, read_stored_head, rope_of, weight_files
 from eagle_train.model.target import Target
 from eagle_train.model.target_config import draft_config, resolve_aux_layer_ids
 
@@ -202,6 +202,12 @@ def _pair_notes(start: StartHead, config: TrainConfig, target: Target) -> list[s
         notes.append(
             f"{config.init_from} was trained for {other}, not for {named}: right if the one is fine-tuned "
             "from the other; the validation at step 0 tells how well it drafts"
+        )
+    own_base, base = start.head.config.rope_theta, rope_of(target.config.to_dict())[0]
+    if own_base != base:
+        notes.append(
+            f"{config.init_from} rotates by a base of {own_base:,.0f}, the target by {base:,.0f}: it is "
+            "kept, which is right if the head was trained so"
         )
     if start.embedding_VH is not None and not is_embedding_of(target, start.embedding_VH):
         notes.append(

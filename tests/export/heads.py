@@ -51,6 +51,11 @@ def change_config(directory: Path, **values: Any) -> None:
     (directory / "config.json").write_text(json.dumps(config_in(directory) | values))
 
 
+def drop_config(directory: Path, *keys: str) -> None:
+    values = {key: value for key, value in config_in(directory).items() if key not in keys}
+    (directory / "config.json").write_text(json.dumps(values))
+
+
 def change_tensors(directory: Path, change: Callable[[Tensors], Tensors]) -> None:
     tensors = {name: tensor.clone() for name, tensor in tensors_in(directory).items()}
     save_file(change(tensors), directory / "model.safetensors")

@@ -18,7 +18,16 @@ from eagle_train.model.checkpoint import load_draft_head
 from eagle_train.model.layouts import read_stored_head
 from eagle_train.model.options import NEUTRAL, NEUTRAL_EAGLE3, unsupported
 from eagle_train.model.target import FrozenTarget, load_target
-from tests.export.heads import V_D, Tensors, change_config, change_tensors, config_in, copy_of, save_head
+from tests.export.heads import (
+    V_D,
+    Tensors,
+    change_config,
+    change_tensors,
+    config_in,
+    copy_of,
+    drop_config,
+    save_head,
+)
 
 IDS_KEY = "eagle_aux_hidden_state_layer_ids"
 SOUND, FAULT = "sound", "a fault"
@@ -105,6 +114,10 @@ CASES: dict[str, tuple[str, Damage, str]] = {
     "a table of frequencies": ("part", added(**{INV_FREQ: torch.ones(4)}), SOUND),
     "its own embedding": ("part", own_embedding(1.0), SOUND),
     "an embedding of zeros": ("part", own_embedding(0.0), FAULT),
+    "another rotary base": ("part", config(rope_theta=5e5), SOUND),
+    "two rotary scalings": (
+        "part", config(rope_parameters={"rope_type": "default"}, rope_scaling={"rope_type": "yarn"}), FAULT,
+    ),
     "an embedding of another shape": ("part", added(embed_tokens__weight=torch.ones(5, 32)), FAULT),
     "a prefixed embedding": ("part", added(model__embed_tokens__weight=torch.ones(5, 32)), FAULT),
     "weights of zeros": ("part", added(lm_head__weight=torch.zeros(V_D, 32)), FAULT),
@@ -259,7 +272,7 @@ def test_a_lost_number_of_layers_is_a_fault_with_each_engine_s_answer(
 ) -> None:
     """What engines did with such a copy of the probe's head."""
     head = copy_of(heads["part"], tmp_path / "head")
-    change_config(head, num_hidden_layers=None)
+    drop_config(head, "num_hidden_layers")
     verdicts = check_draft_head(head).verdicts
     assert verdicts["vllm"].verdict == "loads but wrong"
     assert verdicts["openvino"].verdict == verdicts["llamacpp"].verdict == "refused"

@@ -20,6 +20,7 @@ from tests.export.heads import (
     change_tensors,
     command,
     config_in,
+    drop_config,
     save_head,
     tensors_in,
 )
@@ -170,7 +171,6 @@ def test_another_hidden_size_is_named_for_every_tensor(head: Path, target_dir: P
 
 MISMATCHES: dict[str, tuple[dict[str, Any], str]] = {
     "another vocabulary": ({"vocab_size": 64}, "vocab_size is 64"),
-    "another rotary base": ({"rope_theta": 5e5}, "rope_theta is 500,000, the target's 10,000"),
     "a shorter limit": ({"max_position_embeddings": 128}, "max_position_embeddings is 128, the target's 512"),
     "layers outside": ({IDS_KEY: [1, 4, 8]}, "aux layers [1, 4, 8] lie outside the target's 8"),
     "layers that do not rise": ({IDS_KEY: [4, 4, 5]}, "aux layers [4, 4, 5] do not rise"),
@@ -183,6 +183,32 @@ def test_a_mismatch_with_the_target_is_named(
 ) -> None:
     change_config(head, **values)
     assert any(part in text for text in faults(check_draft_head(head, str(target_dir))))
+
+
+def test_another_rotary_base_is_told_but_no_fault(head: Path, target_dir: Path) -> None:
+    """Some published heads were trained with 10,000 whatever the target's base; engines serve them so."""
+    change_config(head, rope_theta=5e5)
+    report = check_draft_head(head, str(target_dir))
+    assert report.is_sound
+    assert any("rope_theta is 500,000, the target's 10,000" in f.text for f in report.findings)
+    assert set(verdicts(report).values()) == {UNKNOWN}
+
+
+def test_the_parameters_of_a_scaling_are_compared(head_dir: Path, head: Path, tmp_path: Path) -> None:
+    rope = {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}
+    scaled = write_target(tmp_path / "scaled", rope_parameters=rope)
+    change_config(head, rope_scaling={"rope_type": "linear", "factor": 4.0})
+    texts = [finding.text for finding in check_draft_head(head, str(scaled)).findings]
+    assert any("rotary scaling of type 'linear' differs from the target's in factor" in t for t in texts)
+
+
+@pytest.mark.parametrize("values", [{"attention_bias": None}, {"bos_token_id": "x"}, {"hidden_act": None}])
+def test_a_value_that_the_config_class_refuses_is_told(values: dict[str, Any], head: Path) -> None:
+    path = head / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+    report = check_draft_head(head)
+    assert report.verdicts["vllm"].verdict == REFUSED
+    assert next(iter(values)) in report.verdicts["vllm"].why
 
 
 def test_rotary_scaling_is_told_but_no_fault(head_dir: Path, tmp_path: Path) -> None:
@@ -253,7 +279,7 @@ CONFIGS: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
         {"model_type": None},
         {"vllm": REFUSED, "openvino": REFUSED, "sglang": UNKNOWN, "tensorrt-llm": UNKNOWN},
     ),
-    "no norm's epsilon": ({"rms_norm_eps": None}, {}),
+    "a null epsilon": ({"rms_norm_eps": None}, dict.fromkeys(ENGINES, UNKNOWN) | {"vllm": REFUSED}),
     "no dtype": ({"torch_dtype": None}, {"tensorrt-llm": REFUSED}),
     "another class name": (
         {"architectures": ["Mystery"]},
@@ -270,6 +296,11 @@ def test_options_that_only_some_engines_honour(
     report = check_draft_head(head)
     assert report.is_sound
     assert verdicts(report) == dict.fromkeys(ENGINES, LOADS) | changed
+
+
+def test_an_absent_epsilon_keeps_no_engine_away(head: Path) -> None:
+    drop_config(head, "rms_norm_eps")
+    assert set(verdicts(check_draft_head(head)).values()) == {LOADS}
 
 
 def test_biases_that_the_config_names_belong_to_the_layout(head: Path) -> None:

@@ -190,7 +190,11 @@ REFUSALS: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
         "vllm", {"norm_before_residual": True}, ("norm_before_residual is true", "eagle_train check"),
     ),
     "two layers": ("llamacpp", {"num_hidden_layers": 2}, ("num_hidden_layers is 2",)),
-    "another rotary base": ("vllm", {"rope_theta": 5e5}, ("rope_theta is 500,000", "10,000")),
+    "two rotary scalings": (
+        "vllm",
+        {"rope_parameters": {"rope_type": "default"}, "rope_scaling": {"rope_type": "llama3", "factor": 8.0}},
+        ("rope_parameters and rope_scaling say different things",),
+    ),
     "another vocabulary": ("vllm", {"vocab_size": 64}, ("vocab_size is 64",)),
     "layer 0 where outputs are counted": (
         "sglang", {IDS_KEY: [0, 3, 7]}, ("--to sglang cannot honour aux layers 0 3 7", "--to vllm"),

@@ -242,6 +242,15 @@ def test_another_embedding_is_told(place: Place, tmp_path: Path) -> None:
     assert f"note: {head} has an embed_tokens.weight of its own that is not the target's" in outcome.out
 
 
+def test_a_head_of_another_rotary_base_keeps_it(place: Place, tmp_path: Path) -> None:
+    other = copy_of(place.trained, tmp_path / "other")
+    change_config(other, rope_theta=500_000.0)
+    outcome = place.train(tmp_path / "out", init_from=other, max_steps=1)
+    assert outcome.code == 0, outcome.err
+    assert f"note: {other} rotates by a base of 500,000, the target by 10,000" in outcome.out
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["rope_theta"] == 500_000.0
+
+
 def test_the_head_keeps_its_own_sizes_and_takes_the_target_s_position_limit(
     place: Place, tmp_path: Path
 ) -> None:
@@ -257,11 +266,6 @@ def test_the_head_keeps_its_own_sizes_and_takes_the_target_s_position_limit(
 
 
 MISMATCHES: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]] = {
-    "another rotary base": (
-        {"rope_theta": 500_000.0},
-        {},
-        ("rope_theta is 500,000, the target's 10,000", "Name the target"),
-    ),
     "layers that the target lacks": (
         {"eagle_aux_hidden_state_layer_ids": [2, 4, 9]},
         {},
