@@ -32,7 +32,9 @@ def split_off(samples: Sequence[Sample], fraction: float, seed: int, most: int |
     """
     conversations, groups = conversations_apart(samples)
     wanted = min(max(round(fraction * len(groups)), int(fraction > 0)), len(groups) - 1)
-    wanted = wanted if most is None else min(wanted, most)
+    asked_by = f"--eval_fraction {fraction:g} asks for"
+    if most is not None and most < wanted:
+        wanted, asked_by = most, f"--max_eval_samples {most} allows"
     is_apart = choose_groups(np.bincount(groups), wanted, seed)[groups]
     is_heldout = is_apart if most is None else is_apart & (np.cumsum(is_apart) <= most)
     train = [sample for sample, here in zip(samples, ~is_apart[conversations], strict=True) if here]
@@ -47,8 +49,8 @@ def split_off(samples: Sequence[Sample], fraction: float, seed: int, most: int |
     elif not wanted / CLEARLY_OFF <= num_heldout <= wanted * CLEARLY_OFF:
         notes.append(
             f"{num_heldout:,} of {len(groups):,} conversations ({num_heldout / len(groups):.1%}) are held "
-            f"out, and not the {wanted:,} that --eval_fraction {fraction:g} asks for, because copies of a "
-            "conversation stay together; drop copies, or name --eval_data"
+            f"out, and not the {wanted:,} that {asked_by}, because copies of a conversation stay together; "
+            "drop copies, or name --eval_data"
         )
     if left_out := len(samples) - len(train) - len(heldout):
         notes.append(

@@ -88,6 +88,8 @@ def test_a_share_that_copies_make_impossible_is_noted() -> None:
     assert "30 of 61 conversations (49.2%) are held out, and not the 3 that --eval_fraction 0.05" in note
     mostly_one = [sample(0 if index < 90 else index, f"file:{index}") for index in range(100)]
     assert "10 of 100 conversations" in split_off(mostly_one, 0.5, 0).notes[0], "too few are told as well"
+    (note,) = split_off(mostly_one, 0.5, 0, most=30).notes
+    assert "(10.0%) are held out, and not the 30 that --max_eval_samples 30 allows" in note
     assert split_off(mostly_one, 0.1, 0).notes == ()
 
 
