@@ -34,7 +34,7 @@ class DataReport:
 
     answer_tokens: supervised tokens, end-of-turn tokens among them; rows_without_supervision: used rows that
     have none; warnings: notes counted by kind; messages: the first note of each kind and the first refusals,
-    with file:line, and what a run notes of its options and splits.
+    with file:line.
     """
 
     rows_read: int

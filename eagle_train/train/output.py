@@ -1,5 +1,6 @@
 """The output directory, and the texts around a run: header before it, summary behind it."""
 
+import os
 import shlex
 import shutil
 from collections.abc import Mapping
@@ -7,7 +8,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from eagle_train.bundled import target_path
+from eagle_train.bundled import DEMO_NAME, target_path
 from eagle_train.config import TrainConfig
 from eagle_train.data.plan_figures import plan_figures
 from eagle_train.errors import InputError
@@ -79,6 +80,33 @@ def resolved(config: TrainConfig, prepared: Prepared, learning_rate: float) -> T
     )
 
 
+def with_full_paths(config: TrainConfig) -> TrainConfig:
+    """The config with the files that it names as full paths, so that it holds in any working directory; a
+    target's Hugging Face id, the demo's name and a specification of lengths stay.
+    """
+
+    # Not resolved: links in a path are what the user chose to name.
+    def full(path: str | None) -> str | None:
+        return None if path is None else os.path.abspath(path)
+
+    def all_full(paths: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(map(os.path.abspath, paths))
+
+    target, mock_len = config.target, config.mock_len
+    is_directory = target is not None and target != DEMO_NAME and Path(target).is_dir()
+    is_file = mock_len is not None and Path(mock_len).is_file()
+    return replace(
+        config,
+        target=full(target) if is_directory else target,
+        data=all_full(config.data),
+        eval_data=all_full(config.eval_data),
+        measure_prompts=all_full(config.measure_prompts),
+        chat_template=full(config.chat_template),
+        init_from=full(config.init_from),
+        mock_len=full(mock_len) if is_file else mock_len,
+    )
+
+
 def claim_output_dir(config: TrainConfig, lock: OutputLock) -> None:
     """Make --output_dir and note the options in it. The files of an earlier run go, unless --resume, and no
     others: data or notes beside them stay.
@@ -93,7 +121,7 @@ def claim_output_dir(config: TrainConfig, lock: OutputLock) -> None:
             for name in RUN_FOLDERS:
                 shutil.rmtree(path / name, ignore_errors=True)
         # Without the two flags, so that `--config` with this file starts the same run in another directory.
-        replace(config, resume=False, overwrite=False).save(path / RUN_CONFIG)
+        replace(with_full_paths(config), resume=False, overwrite=False).save(path / RUN_CONFIG)
     except OSError as error:
         raise InputError(
             f"--output_dir {path} cannot be written: {error.strerror}; name another directory"
@@ -177,12 +205,12 @@ def _describe(report: SplitReport) -> str:
 
 def _notes(prepared: Prepared) -> str:
     """What is worth knowing about --init_from; the first warning of each kind and the first refusals, with
-    file:line.
+    file:line; what is worth knowing about options and splits.
     """
     reports = [report for report in (prepared.data.train_report, prepared.data.heldout_report) if report]
     messages = list(prepared.warm_start.notes if prepared.warm_start else ())
     messages += [message for report in reports if report.data for message in report.data.messages]
-    return "".join(f"\n  note: {message}" for message in messages)
+    return "".join(f"\n  note: {message}" for message in [*messages, *prepared.notes])
 
 
 def describe_counts(counts: Mapping[str, Any]) -> str:
@@ -281,6 +309,7 @@ def report_values(prepared: Prepared) -> dict[str, object]:
         "draft_vocab_coverage": prepared.draft_vocab_coverage,
         "target_own_token_share": prepared.own_token_share,
         "train_data": asdict(prepared.data.train_report),
+        "notes": list(prepared.notes),
     }
     if prepared.warm_start:
         values["warm_start"] = prepared.warm_start.values

@@ -29,7 +29,7 @@ from eagle_train.model.target_config import (
 from eagle_train.model.vocab import choose_draft_vocabulary, vocabulary_coverage
 from eagle_train.objective.losses import DEFAULT_CHUNK_ROWS
 from eagle_train.train.option_notes import option_notes, own_token_notes
-from eagle_train.train.splits import PreparedData, prepare_data, with_note
+from eagle_train.train.splits import PreparedData, prepare_data
 from eagle_train.train.warm_start import StartHead, WarmStart, describe_start, read_start_head, warm_head
 
 MOCK_TARGET_NAME = "random features"
@@ -39,7 +39,9 @@ OWN_TOKEN_ROWS = 4096  # tokens on which the share of the target's own ones is t
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """Everything that a run trains and validates with. warm_start: None for a fresh head."""
+    """Everything that a run trains and validates with. warm_start: None for a fresh head; notes: what is
+    worth knowing about data and options.
+    """
 
     target: Target
     target_name: str
@@ -48,6 +50,7 @@ class Prepared:
     draft_vocab_coverage: float
     own_token_share: float
     warm_start: WarmStart | None = None
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,8 +111,8 @@ def prepare(
     target = open_target(source.name, config, device, dtype, aux_layer_ids)
     head, coverage, warm_start = make_draft_head(target, tokenizer, data.train_samples, config, start)
     own_share = own_token_share(target, data.train_samples)
-    for note in (*option_notes(config, data), *own_token_notes(own_share)):
-        data = with_note(data, note)
+    # Random tokens are nobody's own.
+    about_answers = [] if config.mock_data else own_token_notes(own_share)
     return Prepared(
         target=target,
         target_name="the bundled demo target" if source.is_demo else source.name,
@@ -118,6 +121,7 @@ def prepare(
         draft_vocab_coverage=coverage,
         own_token_share=own_share,
         warm_start=warm_start,
+        notes=(*data.notes, *option_notes(config, data), *about_answers),
     )
 
 

@@ -15,6 +15,7 @@ FREE_ON_RESUME = {
     "max_steps", "num_epochs", "learning_rate", "dtype", "ema_alpha",
     "torch_compile", "compile_target", "gradient_checkpointing", "num_workers", "patience",
     "measure_prompts", "measure_every", "measure_max_prompts", "measure_max_new_tokens",
+    "data", "eval_data",  # which may have moved; the saved digest guards what they hold
 }  # fmt: skip
 # What --select_by measured compares lengths over: other prompts, another scale.
 SELECTION_SCALE = {"measure_prompts", "measure_max_prompts", "measure_max_new_tokens"}

@@ -313,7 +313,7 @@ def data_digest(samples: Sequence[Sample]) -> str:
         return samples.digest
     digest = hashlib.sha256()
     digest.update(np.array([len(sample) for sample in samples], dtype=np.int64).tobytes())
-    for sample in samples:
+    for sample in tqdm(samples, desc="digest data", unit=" samples", delay=3, leave=False):
         digest.update(sample.input_ids.tobytes())
         digest.update(sample.answer_remaining.tobytes())
     return digest.hexdigest()[:16]

@@ -1,6 +1,5 @@
 """Data files, or mock data, as a training and a held-out split within the length limit; all is counted."""
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -12,6 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from eagle_train.bundled import DEMO
 from eagle_train.config import TrainConfig
 from eagle_train.data.conversations import Conversation, read_rows
+from eagle_train.data.holdout import content_keys, split_off
 from eagle_train.data.loading import DataReport, load_samples
 from eagle_train.data.mock import MockSamples, mock_lengths
 from eagle_train.data.packing import Ints
@@ -49,7 +49,8 @@ class SplitReport:
 @dataclass(frozen=True, slots=True)
 class PreparedData:
     """The samples that a run trains on and validates with. train_lengths, train_supervised: tokens and rows
-    supervised at TTT step 0 of each training sample, int64 `[N]`.
+    supervised at TTT step 0 of each training sample, int64 `[N]`; notes: what is worth knowing about the
+    split.
     """
 
     train_samples: Sequence[Sample]
@@ -58,6 +59,7 @@ class PreparedData:
     heldout_samples: Sequence[Sample]
     train_report: SplitReport
     heldout_report: SplitReport | None  # None: split off the training data
+    notes: tuple[str, ...] = ()
 
 
 def prepare_data(
@@ -78,21 +80,16 @@ def prepare_data(
             found = "is not a file" if path.exists() else "does not exist"
             raise InputError(f"{path} {found}; --data and --eval_data name JSONL files")
     train, train_report = _load_split(train_paths, tokenizer, vocab_size, limit, config, config.max_samples)
-    heldout_report = None
+    heldout_report, notes = None, tuple[str, ...]()
     if eval_paths:
         heldout, heldout_report = _load_split(
             eval_paths, tokenizer, vocab_size, limit, config, config.max_eval_samples
         )
     else:
-        train, heldout = split_off(train, config.eval_fraction, config.seed, config.max_eval_samples)
+        split = split_off(train, config.eval_fraction, config.seed, config.max_eval_samples)
+        train, heldout, notes = split.train, split.heldout, split.notes
     lengths = np.array([len(sample) for sample in train], dtype=np.int64)
-    data = PreparedData(train, lengths, supervised_rows(train), heldout, train_report, heldout_report)
-    if not heldout and config.eval_fraction and len({sample.source for sample in train}) > 1:
-        data = with_note(
-            data,
-            f"nothing is held out, because all {len(train):,} samples are copies of each other, or share "
-            "parts; name --eval_data to validate",
-        )
+    data = PreparedData(train, lengths, supervised_rows(train), heldout, train_report, heldout_report, notes)
     return with_shared_samples(data) if eval_paths else data  # `split_off` leaves none on both sides
 
 
@@ -205,56 +202,10 @@ def fit_length(samples: list[Sample], limit: int, overlong: str) -> tuple[list[S
     return kept, LengthReport(limit, len(truncated), sum(truncated), len(dropped), sum(dropped), unsupervised)
 
 
-def split_off(
-    samples: list[Sample], fraction: float, seed: int, most: int | None = None
-) -> tuple[list[Sample], list[Sample]]:
-    """Hold out about `fraction` of the conversations, at most `most`; at least one where they are not all
-    copies of each other, and then with all its copies.
-
-    Returns (train, held-out). Samples of one conversation stay together, and so do conversations that have an
-    equal sample, so none is trained on and validated with.
-    """
-    groups = conversations_apart(samples)
-    num_conversations = sum(map(len, groups))
-    wanted = min(max(round(fraction * num_conversations), int(fraction > 0)), num_conversations - 1)
-    wanted = wanted if most is None else min(wanted, most)
-    order = np.random.default_rng([seed, 1]).permutation(len(groups))
-    heldout: set[str] = set()
-    for index in order:
-        if len(heldout) + len(groups[index]) <= wanted:
-            heldout |= groups[index]
-    if wanted and not heldout and len(groups) > 1:
-        heldout = min((groups[index] for index in order), key=len)
-    return (
-        [sample for sample in samples if sample.source not in heldout],
-        [sample for sample in samples if sample.source in heldout],
-    )
-
-
-def conversations_apart(samples: Sequence[Sample]) -> list[set[str]]:
-    """Sources of conversations in groups that share no sample, in the order of their first."""
-    group_of: dict[str, set[str]] = {}
-    first_source: dict[bytes, str] = {}
-    for sample in samples:
-        own = group_of.setdefault(sample.source, {sample.source})
-        other = group_of[first_source.setdefault(content_key(sample), sample.source)]
-        if own is not other:
-            small, large = sorted((own, other), key=len)
-            large |= small
-            group_of |= dict.fromkeys(small, large)
-    return list({id(group): group for group in group_of.values()}.values())
-
-
-def content_key(sample: Sample) -> bytes:
-    """Equal for samples of equal token ids and supervision."""
-    parts = (sample.input_ids.tobytes(), sample.answer_remaining.tobytes())
-    return hashlib.blake2b(b"".join(parts), digest_size=16).digest()
-
-
 def with_shared_samples(data: PreparedData) -> PreparedData:
     """The data with the samples counted that are in both splits, and a note where there are any."""
     train_keys, heldout_keys = (
-        [content_key(sample) for sample in split] for split in (data.train_samples, data.heldout_samples)
+        list(content_keys(split)) for split in (data.train_samples, data.heldout_samples)
     )
     in_train, in_heldout = set(train_keys), set(heldout_keys)
     num_heldout = sum(key in in_train for key in heldout_keys)
@@ -262,22 +213,13 @@ def with_shared_samples(data: PreparedData) -> PreparedData:
         return data
     num_train = sum(key in in_heldout for key in train_keys)
     heldout_report = data.heldout_report and replace(data.heldout_report, shared_samples=num_heldout)
-    data = replace(
+    note = (
+        f"{num_heldout:,} of {len(heldout_keys):,} held-out samples are also in training, so held-out "
+        "figures flatter; hold out conversations that are not trained on"
+    )
+    return replace(
         data,
         train_report=replace(data.train_report, shared_samples=num_train),
         heldout_report=heldout_report,
+        notes=(*data.notes, note),
     )
-    return with_note(
-        data,
-        f"{num_heldout:,} of {len(heldout_keys):,} held-out samples are also in training, so held-out "
-        "figures flatter; hold out conversations that are not trained on",
-    )
-
-
-def with_note(data: PreparedData, text: str) -> PreparedData:
-    """The data with one more note, which the header of a run shows and metrics.jsonl keeps."""
-    report = data.train_report
-    if report.data is None:
-        return data
-    noted = replace(report.data, messages=(*report.data.messages, text))
-    return replace(data, train_report=replace(report, data=noted))

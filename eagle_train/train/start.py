@@ -99,5 +99,8 @@ def take_over(
             "give --patience none, to go on"
         )
     if state.data_digest != digest:
-        raise InputError(f"--resume: the data differ from those of {directory}; restore them or start anew")
+        raise InputError(
+            f"--resume: the data differ from those of {directory}, or an earlier package version, which did "
+            "not keep copies together, split them; restore them, resume with that version, or start anew"
+        )
     return state

@@ -424,3 +424,16 @@ def test_resuming_on_other_mock_data_is_refused(place: Workplace) -> None:
     place.trained("--overwrite", mock_len=path, max_steps=1)
     path.write_text("50\n40\n")
     assert "the data differ" in place.train("--resume", mock_len=path, max_steps=2).refusal()
+
+
+def test_a_mock_run_has_its_notes_too(place: Workplace) -> None:
+    options = {"mock_len": 100, "max_steps": 1, "num_epochs": 3, "accumulation_steps": 500}
+    out = place.trained(**options, tokens_per_row=200).out
+    for words in (
+        "note: --num_epochs 3 has no effect, because --max_steps 1",
+        "note: --tokens_per_row 200: rows are filled to 256 tokens",
+        "note: --accumulation_steps 500: an epoch has",
+    ):
+        assert words in out
+    assert out.count("note: ") == 3, "random tokens are not told to be another writer's"
+    assert len(place.start_event()["notes"]) == 3

@@ -114,7 +114,7 @@ def test_a_run_shows_and_keeps_its_notes(tmp_path: Path, target_dir: Path) -> No
         "of the first answers' tokens are the target's own arg-max, as",
     ):
         assert words in outcome.out
-        assert any(words in message for message in start["train_data"]["data"]["messages"])
+        assert any(words in note for note in start["notes"])
 
 
 def test_a_batch_size_that_fills_no_batch_is_refused_but_not_by_resume_or_plan(

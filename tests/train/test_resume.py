@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 import yaml
 
+from eagle_train.config import TrainConfig
 from eagle_train.errors import InputError
 from eagle_train.train import loop
 from eagle_train.train.lock import LOCK, OutputLock
+from eagle_train.train.output import with_full_paths
 from tests.commands import Outcome, read_events, run, write_conversations, write_jsonl
 
 OPTIONS: dict[str, Any] = {
@@ -127,7 +129,44 @@ def test_a_file_is_the_same_however_it_is_spelt(
     monkeypatch.chdir(data.parent)
     same = ("--data", data.name, "--eval_data", f"../{data.parent.name}/heldout.jsonl")
     assert resume(output, *same, "--target", os.path.relpath(named["target"])).code == 0
-    assert "--data [" in resume(output, "--data", "heldout.jsonl").refusal()
+    assert "the data differ" in resume(output, "--data", "heldout.jsonl").refusal()
+
+
+def test_the_record_holds_in_any_working_directory(
+    named: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = tmp_path / "place"
+    place.mkdir()
+    names = ("data", "eval_data", "measure_prompts")
+    paths = {name: shutil.copy(named[name], place) for name in names}
+    template = Path(named["target"]) / "chat_template.jinja"
+    monkeypatch.chdir(place)
+    relative = {name: Path(path).name for name, path in paths.items()}
+    relative["target"] = os.path.relpath(named["target"])
+    if template.is_file():
+        relative["chat_template"] = os.path.relpath(template)
+    assert run(*flags_of(named | relative), "--output_dir", "run").code == 0
+    saved = options_of(place / "run")
+    assert saved["target"] == str(named["target"])
+    assert [saved[name] for name in names] == [[str(paths[name])] for name in names]
+    monkeypatch.chdir(tmp_path)
+    outcome = resume(Path("place/run"), "--max_steps", 3, "--data", f"place/{relative['data']}")
+    assert outcome.code == 0, outcome.err
+    assert "--data" not in outcome.out.split("changed on resume")[1].splitlines()[0]
+    (place / relative["data"]).rename(tmp_path / "moved.jsonl")
+    moved = resume(Path("place/run"), "--max_steps", 4, "--data", "moved.jsonl")
+    assert moved.code == 0, moved.err
+    assert options_of(place / "run")["data"] == [str(tmp_path / "moved.jsonl")]
+
+
+def test_full_paths_leave_what_is_no_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "demo").mkdir()
+    config = with_full_paths(TrainConfig(target="demo", init_from="head", chat_template="a/b.jinja"))
+    assert (config.target, config.init_from) == ("demo", str(tmp_path / "head"))
+    assert config.chat_template == str(tmp_path / "a" / "b.jinja")
+    assert with_full_paths(TrainConfig(target="org/model")).target == "org/model"
+    assert with_full_paths(TrainConfig(mock_data=True, mock_len="uniform:8:9")).mock_len == "uniform:8:9"
 
 
 def test_data_that_are_gone_are_named(output: Path, tmp_path: Path) -> None:

@@ -301,8 +301,7 @@ def test_a_finished_run_can_be_prolonged(place: Workplace) -> None:
 def test_resuming_under_other_options_is_refused_by_name(place: Workplace) -> None:
     place.trained(max_steps=1)
     other = write_conversations(place.directory / "other.jsonl", 8)
-    line = place.train("--resume", data=other).refusal()
-    assert f"--data ['{place.data}'] -> ['{other}']" in line
+    assert "the data differ" in place.train("--resume", data=other).refusal()
     assert "--packing multipack -> none" in place.train("--resume", packing="none").refusal()
     assert "--seed 0 -> 1" in place.train("--resume", seed=1).refusal()
 
@@ -311,7 +310,9 @@ def test_resuming_on_changed_data_is_refused(place: Workplace) -> None:
     place.trained(max_steps=1)
     text = place.data.read_text()
     place.data.write_text(text.replace("today", "to day"))
-    assert "the data differ" in place.train("--resume", max_steps=2).refusal()
+    line = place.train("--resume", max_steps=2).refusal()
+    assert "the data differ" in line
+    assert "or an earlier package version, which did not keep copies together, split them" in line
     same_lengths = text.replace('"4"', '"5"')
     assert same_lengths != text
     place.data.write_text(same_lengths)
