@@ -50,6 +50,8 @@ class OutputLock:
             # Its last holder may have taken the file away between the two calls.
             if _is_at(file, path):
                 self.file = file
+                # A process that prepares batches would have the lock for a while after ours was killed.
+                os.register_at_fork(after_in_child=self._forget)
             else:
                 os.close(file)
 
@@ -57,12 +59,14 @@ class OutputLock:
         """Give the lock back and take its file away."""
         if self.file is None:
             return
-        import fcntl
-
         (self.directory / LOCK).unlink(missing_ok=True)
-        fcntl.flock(self.file, fcntl.LOCK_UN)  # a process that prepares batches has the file open too
         os.close(self.file)
         self.file = None
+
+    def _forget(self) -> None:
+        if self.file is not None:
+            os.close(self.file)
+            self.file = None
 
 
 def _is_at(file: int, path: Path) -> bool:

@@ -14,7 +14,6 @@ from tqdm import tqdm
 from eagle_train.batch import PackedBatch, to_device
 from eagle_train.config import TrainConfig
 from eagle_train.errors import InputError, RankError, Stopped
-from eagle_train.model.checkpoint import stored_config
 from eagle_train.objective.unroll import UnrolledSums
 from eagle_train.train.compile import graphs_so_far, shape_of
 from eagle_train.train.distributed import is_rank_failure, join, leave, without_sync
@@ -31,6 +30,7 @@ from eagle_train.train.run import (
     log_training,
     note_uncovered,
     over_ranks,
+    save,
     say,
 )
 from eagle_train.train.schedule import Window
@@ -43,7 +43,7 @@ from eagle_train.train.selection import (
     stop_reason,
 )
 from eagle_train.train.start import start
-from eagle_train.train.state import has_saved_state, save_state
+from eagle_train.train.state import has_saved_state
 from eagle_train.train.statistics import batch_counts
 from eagle_train.train.stop import StopRequest, stop_on_signals
 
@@ -94,7 +94,7 @@ def after_interrupt(output_dir: Path) -> str:
     """What a user can do about a run that was interrupted behind its start."""
     if has_saved_state(output_dir / "state"):
         return "--resume goes on from the last saved state"
-    return "no step was done, so nothing is lost: the same command with --overwrite starts anew"
+    return "no step was done, so nothing is lost: the same command starts anew"
 
 
 def run_steps(run: Run) -> int:
@@ -106,12 +106,13 @@ def run_steps(run: Run) -> int:
     compile_run(run)
     if run.config.resume:
         forget_lost_head(run)
-    else:
-        validate(run)
-        if run.prompts:
-            measure_run(run)
+    if run.state.owes_checks:
+        check(run)
         save(run)
-    if run.state.step < run.num_steps:
+    is_ended = is_out_of_patience(run.config, run.state) and run.state.step > 0
+    if is_ended:
+        say_out_of_patience(run)
+    if run.state.step < run.num_steps and not is_ended:
         with stop_on_signals(says_so=run.ranks.is_first) as request:
             if train_steps(run, request):
                 return next(filter(None, run.ranks.gather(request.signum)))
@@ -122,7 +123,6 @@ def run_steps(run: Run) -> int:
 def train_steps(run: Run, request: StopRequest) -> bool:
     """The steps that are left; whether a signal to any rank ended them early, with the state saved."""
     config = run.config
-    eval_every = config.eval_every or max(run.num_steps // 5, 1)
     pending: list[tuple[list[UnrolledSums], Window]] = []
     left, samples = run.num_steps - run.state.step, run.prepared.data.train_samples
     to_gpu = run.prepared.target.device.type == "cuda"
@@ -155,26 +155,31 @@ def train_steps(run: Run, request: StopRequest) -> bool:
                 shapes = ", ".join(sorted({str(shape_of(batch)) for batch in window.batches}))
                 say(run, f"note: step {run.state.step} compiled anew, for the unplanned shape {shapes}")
             bar.update()
-            validation_due = is_due(run, eval_every)
-            measure_due = bool(run.prompts) and is_due(run, config.measure_every or eval_every)
-            save_due = is_ended or (is_due(run, config.save_every) if config.save_every else validation_due)
+            checks_due = any(due_checks(run))
+            save_due = is_ended or is_due(run, config.save_every or validation_interval(run))
             # Logged before each save too, so that a resumed run's figures cover the same steps.
             if is_due(run, config.log_every) or save_due:
                 log_training(run, pending, bar)
                 pending = []
-            if is_ended and (validation_due or measure_due):
-                save(run)  # who sent the signal may not wait for what is due
-            if validation_due:
-                validate(run)
-            if measure_due:
-                measure_run(run)
-            if save_due or is_out_of_patience(config, run.state):
-                save(run)
-            if is_out_of_patience(config, run.state):
-                say(run, f"stopped at step {run.state.step}: {stop_reason(config)}")
-                return False
+            # Before the checks, which may take longer than who sends a signal waits. A head that is not
+            # finite fails them, and must not replace the state before it.
+            if save_due and (is_ended or not checks_due or has_finite_weights(run)):
+                save(run, owes_checks=checks_due)
             if is_ended:
                 return True
+            if checks_due:
+                check(run)
+                signals = over_ranks(run, {"signals": int(request.signum != 0)})["signals"]
+                is_ended = signals > 0 and run.state.step < run.num_steps
+                if is_ended and pending:
+                    log_training(run, pending, bar)
+                if save_due or is_ended or is_out_of_patience(config, run.state):
+                    save(run)
+                if is_out_of_patience(config, run.state):
+                    say_out_of_patience(run)
+                    return False
+                if is_ended:
+                    return True
             waited_from = time.perf_counter()
     return False
 
@@ -253,8 +258,7 @@ def validate(run: Run) -> None:
             ranks=run.ranks,
         )
     except InputError as error:
-        finite = all(bool(parameter.isfinite().all()) for parameter in prepared.head.parameters())
-        if state.step and finite:
+        if state.step and has_finite_weights(run):
             save(run)  # a validation that is not finite ends the run, but loses no step
         raise InputError(f"validation at step {state.step}: {error}") from error
     run.log.write("validation", state.step, {f"eval_{name}": value for name, value in metrics.items()})
@@ -271,16 +275,34 @@ def validate(run: Run) -> None:
     select_by_validation(run, metrics)
 
 
-def save(run: Run) -> None:
-    """Write the state that --resume goes on from."""
-    run.state.plan_digest = run.schedule.digest(run.state.position)
-    head, target_config = run.prepared.head, run.prepared.target.config
-    head_config = stored_config(head.config, target_config, torch.float32)
-    # All ranks wait for it: a launcher kills the first one as soon as another ends.
-    run.ranks.together(
-        lambda: save_state(run.output_dir / "state", run.state, head, run.optimizer, head_config),
-        first_only=True,
-    )
+def check(run: Run) -> None:
+    """The validation and the measurement that are due at the present step."""
+    validation_due, measurement_due = due_checks(run)
+    if validation_due:
+        validate(run)
+    if measurement_due:
+        measure_run(run)
+
+
+def due_checks(run: Run) -> tuple[bool, bool]:
+    """Whether a validation is due at the present step, and whether a measurement is."""
+    eval_every = validation_interval(run)
+    measure_every = run.config.measure_every or eval_every
+    return is_due(run, eval_every), bool(run.prompts) and is_due(run, measure_every)
+
+
+def validation_interval(run: Run) -> int:
+    """Steps between validations."""
+    return run.config.eval_every or max(run.num_steps // 5, 1)
+
+
+def has_finite_weights(run: Run) -> bool:
+    """Whether every weight of the head is finite."""
+    return all(bool(parameter.isfinite().all()) for parameter in run.prepared.head.parameters())
+
+
+def say_out_of_patience(run: Run) -> None:
+    say(run, f"stopped at step {run.state.step}: {stop_reason(run.config)}")
 
 
 def is_due(run: Run, every: int) -> bool:

@@ -7,6 +7,8 @@ from typing import Any
 
 from eagle_train.files import write_atomically, writing
 
+CHECKS = ("validation", "measured")
+
 
 class MetricsLog:
     """Appends events to a JSON-lines file. A missing figure is null; NaN is never written.
@@ -24,12 +26,20 @@ class MetricsLog:
         with writing(self.path), self.path.open("a") as file:
             file.write(line + "\n")
 
-    def drop_after(self, step: int) -> None:
-        """Forget events of steps that a resumed run will do again, and a line that a crash cut short."""
+    def drop_after(self, step: int, *, owes_checks: bool) -> None:
+        """Forget events of steps that a resumed run will do again, and a line that a crash cut short.
+
+        owes_checks: the run will do the checks of `step` itself again.
+        """
         if not self.is_kept or not self.path.exists():
             return
         lines = self.path.read_text().splitlines(keepends=True)
-        kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
+        events = [(line, json.loads(line)) for line in lines if line.endswith("\n")]
+        kept = [
+            line
+            for line, event in events
+            if event["step"] < step + (not owes_checks or event["event"] not in CHECKS)
+        ]
         write_atomically(self.path, lambda temporary: temporary.write_text("".join(kept)))
 
 

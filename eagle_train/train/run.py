@@ -12,6 +12,7 @@ from tqdm import tqdm
 from eagle_train.config import TrainConfig
 from eagle_train.decode.results import Prompt
 from eagle_train.export.card import write_model_card
+from eagle_train.model.checkpoint import stored_config
 from eagle_train.objective.acceptance import AcceptanceTotals
 from eagle_train.objective.losses import PLAIN_CHUNKS, ChunkFunctions
 from eagle_train.objective.unroll import UnrolledSums
@@ -30,7 +31,7 @@ from eagle_train.train.output import summary
 from eagle_train.train.prepare import Prepared
 from eagle_train.train.report import MetricsLog
 from eagle_train.train.schedule import Schedule, Window
-from eagle_train.train.state import RunState
+from eagle_train.train.state import RunState, save_progress, save_state
 from eagle_train.train.statistics import batch_counts, peak_memory_gib
 
 
@@ -38,7 +39,8 @@ from eagle_train.train.statistics import batch_counts, peak_memory_gib
 class Run:
     """One run's moving parts. module: the head's loss, averaged over ranks in its backward; baseline: the
     bigram drafter's acceptance length at each n, as text keys; prompts: those of --measure_prompts;
-    is_uncovered_noted: `note_uncovered` has spoken.
+    saved_step: of
+    the state that this process saved last; is_uncovered_noted: `note_uncovered` has spoken.
     """
 
     config: TrainConfig
@@ -56,6 +58,7 @@ class Run:
     prompts: list[Prompt] = field(default_factory=list)
     compiled: Compiled | None = None
     last_logged: dict[str, Any] = field(default_factory=dict)
+    saved_step: int | None = None
     is_uncovered_noted: bool = False
 
     @property
@@ -99,6 +102,25 @@ def compile_run(run: Run) -> None:
     )
     say(run, describe_compiled(run.compiled))
     run.log.write("compiled", run.state.step, {**run.compiled.counts(), "seconds": run.compiled.warm_seconds})
+
+
+def save(run: Run, *, owes_checks: bool = False) -> None:
+    """Write the state that --resume goes on from. owes_checks: what is due at its step is to be done then."""
+    state, directory = run.state, run.output_dir / "state"
+    state.owes_checks = owes_checks
+    state.plan_digest = run.schedule.digest(state.position)
+    head, target_config = run.prepared.head, run.prepared.target.config
+    head_config = stored_config(head.config, target_config, torch.float32)
+    # All ranks wait for it: a launcher kills the first one as soon as another ends.
+    run.ranks.together(
+        lambda: (
+            save_progress(directory, state)
+            if run.saved_step == state.step
+            else save_state(directory, state, head, run.optimizer, head_config)
+        ),
+        first_only=True,
+    )
+    run.saved_step = state.step
 
 
 def log_training(run: Run, pending: list[tuple[list[UnrolledSums], Window]], bar: "tqdm[Any]") -> None:

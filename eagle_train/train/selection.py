@@ -19,7 +19,7 @@ from eagle_train.model.checkpoint import save_draft_head
 from eagle_train.model.target import FrozenTarget
 from eagle_train.train.evaluate import evaluate
 from eagle_train.train.prepare import Prepared, find_target, load_tokenizer
-from eagle_train.train.run import Run, say
+from eagle_train.train.run import Run, save, say
 from eagle_train.train.state import RunState
 
 MEASURE_BATCH_SIZE = 8
@@ -143,16 +143,19 @@ def keep_if_longest(run: Run, length: float | None) -> None:
     if state.step == 0:
         state.first_acceptance_length = length
     if length is not None and (state.best_acceptance_length is None or length > state.best_acceptance_length):
-        state.best_step, state.best_acceptance_length, state.checks_since_best = state.step, length, 0
         keep_head(run)
+        state.best_step, state.best_acceptance_length, state.checks_since_best = state.step, length, 0
         return
-    state.checks_since_best += 1
     if state.best_step is None:
         keep_head(run)
+    state.checks_since_best += 1
 
 
 def keep_head(run: Run) -> None:
     """Write the head as what the output directory offers to engines."""
+    if run.state.step == 0:
+        # A directory with a head and without a state could be neither resumed nor begun anew.
+        save(run, owes_checks=True)
     head, target = run.prepared.head, run.prepared.target
     run.ranks.together(
         lambda: save_draft_head(head, run.output_dir, target_config=target.config, dtype=target.dtype),

@@ -43,7 +43,7 @@ def start(config: TrainConfig, ranks: Ranks, lock: OutputLock) -> Run:
     learning_rate = peak_learning_rate(config, prepared.head.config.hidden_size)
     optimizer = make_optimizer(prepared.head, config, learning_rate)
     digest = f"{data_digest(prepared.data.train_samples)}-{data_digest(prepared.data.heldout_samples)}"
-    state = RunState(data_digest=digest)
+    state = RunState(data_digest=digest, owes_checks=True)
     log = MetricsLog(output_dir / "metrics.jsonl", is_kept=ranks.is_first)
     if config.resume:
         state = take_over(config, ranks, prepared, optimizer, digest)
@@ -58,7 +58,7 @@ def start(config: TrainConfig, ranks: Ranks, lock: OutputLock) -> Run:
     plan_digest = schedule.digest(state.position)
     ranks.require_agreement({"options": config.digest(), "data": digest, "plan": plan_digest})
     if config.resume:
-        log.drop_after(state.step)
+        log.drop_after(state.step, owes_checks=state.owes_checks)
     if state.step < num_steps:  # else the record keeps the options of the steps that were done
         changes = ranks.together(lambda: told_changes(config, num_steps), first_only=True)
         ranks.together(lambda: claim_output_dir(config, lock), first_only=True)

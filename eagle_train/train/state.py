@@ -29,7 +29,8 @@ class RunState:
 
     statistics: speed so far; empty_steps: steps without a supervised row; first_acceptance_length: at step 0,
     best_*: at the step where it was longest, by what --select_by names, and checks_since_best how many since
-    were not longer; data_digest, plan_digest: of the samples and of the plan behind `position`, to notice
+    were not longer; owes_checks: what is due at `step`, validation or measurement, is still to be done;
+    data_digest, plan_digest: of the samples and of the plan behind `position`, to notice
     other ones.
     """
 
@@ -41,6 +42,7 @@ class RunState:
     best_step: int | None = None
     best_acceptance_length: float | None = None
     checks_since_best: int = 0
+    owes_checks: bool = False
     data_digest: str = ""
     plan_digest: str = ""
 
@@ -89,6 +91,11 @@ def save_state(
         finally:
             shutil.rmtree(fresh, ignore_errors=True)  # on a full disk, half a state would stay in the way
     shutil.rmtree(old, ignore_errors=True)
+
+
+def save_progress(directory: Path, state: RunState) -> None:
+    """Write anew what is known of the step whose weights and moments `directory` holds already."""
+    write_json(directory / "state.json", asdict(state))
 
 
 def has_saved_state(directory: Path) -> bool:

@@ -3,6 +3,9 @@
 import json
 import os
 import shutil
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +34,16 @@ OPTIONS: dict[str, Any] = {
     "measure_max_new_tokens": 4,
     "select_by": "measured",
 }
+FORKS = """
+import os, sys, time
+from pathlib import Path
+from eagle_train.train.lock import OutputLock
+OutputLock(Path(sys.argv[1])).take()
+if not os.fork():
+    print(os.getpid(), flush=True)
+    time.sleep(60)
+os.wait()
+"""
 
 
 def flags_of(options: dict[str, Any]) -> list[Any]:
@@ -213,6 +226,20 @@ def test_a_run_that_comes_while_another_prepares_finds_its_directory_taken(
     assert "in use by another run" in run(*flags_of(named), "--output_dir", output).refusal()
     assert {path.name for path in output.iterdir()} == {LOCK}
     others[0].close()
+
+
+def test_a_process_that_a_run_forked_does_not_keep_its_lock(tmp_path: Path) -> None:
+    run = subprocess.Popen([sys.executable, "-c", FORKS, tmp_path], stdout=subprocess.PIPE, text=True)
+    assert run.stdout is not None
+    worker = int(run.stdout.readline())
+    run.kill()
+    run.wait()
+    try:
+        lock = OutputLock(tmp_path)
+        lock.take()
+        lock.close()
+    finally:
+        os.kill(worker, signal.SIGKILL)
 
 
 def test_the_lock_of_a_run_that_was_killed_is_no_obstacle(tmp_path: Path) -> None:

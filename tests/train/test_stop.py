@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from eagle_train.train import loop
+from eagle_train.train import loop, selection, stop
 from eagle_train.train.stop import stop_on_signals
-from tests.commands import Outcome, run
+from tests.commands import Outcome, read_events, run
 from tests.train.test_distributed import launch
 
 MOCK = {
@@ -47,6 +47,17 @@ def step(run, window):
 loop.train_step = step
 sys.exit(main(sys.argv[1:]))
 """
+# The main thread waits in C for a lock that it has itself, as in a collective whose other side hangs.
+BLOCKED = """
+import ctypes
+from eagle_train.train.stop import stop_on_signals
+mutex = ctypes.create_string_buffer(64)
+lock = ctypes.CDLL(None).pthread_mutex_lock
+with stop_on_signals(says_so=True):
+    lock(mutex)
+    print("waits", flush=True)
+    lock(mutex)
+"""
 
 
 def words(output: Path, **options: object) -> list[str]:
@@ -69,6 +80,7 @@ def signalled(
         if own.state.step == at_step - 1:
             for signum in signums:
                 os.kill(os.getpid(), signum)
+                time.sleep(0.1)
         return train_step(own, window)
 
     with monkeypatch.context() as patch:
@@ -97,12 +109,105 @@ def test_a_signal_saves_the_step_and_the_run_goes_on_from_it(
 
 
 def test_a_second_ctrl_c_ends_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stop, "REPEAT_SECONDS", 0.05)
     outcome = signalled(tmp_path, monkeypatch, 3, signal.SIGINT, signal.SIGINT)
     assert outcome.code == 130
     assert outcome.err.splitlines()[-1] == (
         "eagle_train: interrupted; --resume goes on from the last saved state"
     )
     assert step_of(tmp_path) == 0
+
+
+def test_a_launcher_that_passes_a_signal_on_does_not_ask_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert signalled(tmp_path, monkeypatch, 3, signal.SIGTERM, signal.SIGTERM).code == 143
+    assert step_of(tmp_path) == 3
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the lock's layout is that of Linux")
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+def test_a_second_signal_ends_a_process_that_waits_for_a_rank_that_hangs(signum: signal.Signals) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", BLOCKED], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "waits\n"
+        process.send_signal(signum)
+        time.sleep(1.2)
+        assert process.poll() is None
+        process.send_signal(signum)
+        _, err = process.communicate(timeout=10)
+    finally:
+        process.kill()
+    assert process.returncode == 128 + signum
+    assert err.count("once more ends it at once") == 1
+
+
+class Killed(BaseException):
+    """Nothing behind it is done, as after SIGKILL."""
+
+
+@pytest.mark.parametrize(
+    ("place", "step"), [("evaluate", 0), ("evaluate", 2), ("evaluate", 6), ("keep_head", 0)]
+)
+def test_a_run_that_dies_in_a_check_loses_no_step_and_does_it_again(
+    place: str, step: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cut, whole = tmp_path / "cut", tmp_path / "whole"
+    module: Any = loop if place == "evaluate" else selection
+    original, states = getattr(module, place), list[loop.Run]()
+    compile_run = loop.compile_run
+
+    def check(*args: Any, **kwargs: Any) -> Any:
+        if states[-1].state.step == step:
+            if place == "keep_head":
+                original(*args, **kwargs)
+            raise Killed
+        return original(*args, **kwargs)
+
+    def note(own: loop.Run) -> None:
+        states.append(own)
+        compile_run(own)
+
+    options: dict[str, object] = {"save_every": 2}
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "compile_run", note)
+        patch.setattr(module, place, check)
+        with pytest.raises(Killed):
+            run(*words(cut, **options))
+    assert run(*words(whole, **options)).code == 0
+    if step or place == "keep_head":
+        assert step_of(cut) == step
+        outcome = run("--resume", "--output_dir", cut)
+    else:  # nothing was kept, so the same command starts again
+        outcome = run(*words(cut, **options))
+    assert outcome.code == 0, outcome.err
+    for name in (f"state/{STATE[0]}", f"state/{STATE[1]}", "model.safetensors"):
+        assert (cut / name).read_bytes() == (whole / name).read_bytes(), name
+    validations = read_events(cut, "validation")
+    assert [event["step"] for event in validations] == [0, 2, 4, 6]
+    assert validations == read_events(whole, "validation")
+    assert json.loads((cut / "state" / "state.json").read_text())["owes_checks"] is False
+
+
+def test_a_signal_in_a_validation_ends_the_run_behind_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    validate = loop.validate
+
+    def check(own: loop.Run) -> None:
+        if own.state.step == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+        validate(own)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "validate", check)
+        assert run(*words(tmp_path)).code == 143
+    assert step_of(tmp_path) == 2
+    assert run("--resume", "--output_dir", tmp_path).code == 0
+    assert [event["step"] for event in read_events(tmp_path, "validation")] == [0, 2, 4, 6]
 
 
 def test_a_signal_in_the_last_step_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
