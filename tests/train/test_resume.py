@@ -249,6 +249,7 @@ def test_the_lock_of_a_run_that_was_killed_is_no_obstacle(tmp_path: Path) -> Non
         second.take()
     assert first.file is not None
     os.close(first.file)  # as the system does
+    first.file = None  # or a later fork closes whatever has the number by then
     second.take()
     second.close()
     assert list(tmp_path.iterdir()) == []
