@@ -29,11 +29,33 @@ SMOLLM2 = Path(os.environ.get("EAGLE_TRAIN_SMOLLM2") or Path.home() / ".cache" /
 DEMO = Path(__file__).resolve().parents[2] / "eagle_train" / "demo"
 
 
+def installed(engine: str) -> Path:
+    """The engine's environment; skips where there is none."""
+    directory = environment(engine)
+    if directory is None:
+        pytest.skip(f"{engine} is not installed; scripts/setup_engine.sh {engine} builds it")
+    return directory
+
+
 @pytest.fixture(scope="module", params=ENGINES)
 def engine(request: pytest.FixtureRequest) -> str:
-    if environment(request.param) is None:
-        pytest.skip(f"{request.param} is not installed; scripts/setup_engine.sh {request.param} builds it")
+    installed(request.param)
     return request.param
+
+
+@pytest.fixture(scope="module")
+def vllm() -> Path:
+    return installed("vllm")
+
+
+@pytest.fixture(scope="module")
+def openvino() -> Path:
+    return installed("openvino")
+
+
+@pytest.fixture(scope="module")
+def llamacpp() -> Path:
+    return installed("llamacpp")
 
 
 @pytest.fixture(scope="module")
@@ -142,15 +164,15 @@ def test_an_engine_counts_a_head_of_wide_attention_as_we_do(engine: str, wide_ca
 
 
 @pytest.mark.parametrize("layout", ["vllm", "speculators"])
-def test_vllm_counts_an_exported_head_as_we_do(layout: str, wide_case: Case, tmp_path: Path) -> None:
-    if environment("vllm") is None:
-        pytest.skip("vllm is not installed; scripts/setup_engine.sh vllm builds it")
+def test_vllm_counts_an_exported_head_as_we_do(
+    vllm: Path, layout: str, wide_case: Case, tmp_path: Path
+) -> None:
     export_draft_head(wide_case.draft_dir, layout, tmp_path / "out")
     assert_counts_are_ours("vllm", replace(wide_case, draft_dir=tmp_path / "out"))
 
 
-def test_what_openvino_export_prints_serves(smollm2_case: Case, tmp_path: Path) -> None:
-    exported, env = run_steps("openvino", smollm2_case, tmp_path / "out")
+def test_what_openvino_export_prints_serves(openvino: Path, smollm2_case: Case, tmp_path: Path) -> None:
+    exported, env = run_steps("openvino", openvino, smollm2_case, tmp_path / "out")
     served = subprocess.run(
         ["python", "-c", exported.serve], cwd=exported.directory, env=env, capture_output=True, text=True
     )
@@ -158,8 +180,8 @@ def test_what_openvino_export_prints_serves(smollm2_case: Case, tmp_path: Path) 
     assert served.stdout.strip()
 
 
-def test_what_llamacpp_export_prints_serves(smollm2_case: Case, tmp_path: Path) -> None:
-    exported, env = run_steps("llamacpp", smollm2_case, tmp_path / "out")
+def test_what_llamacpp_export_prints_serves(llamacpp: Path, smollm2_case: Case, tmp_path: Path) -> None:
+    exported, env = run_steps("llamacpp", llamacpp, smollm2_case, tmp_path / "out")
     port = free_port()
     command = [*shlex.split(exported.serve), "--port", str(port)]
     with subprocess.Popen(command, cwd=exported.directory, env=env, stderr=subprocess.DEVNULL) as server:
@@ -173,13 +195,10 @@ def test_what_llamacpp_export_prints_serves(smollm2_case: Case, tmp_path: Path) 
     assert answer["timings"]["draft_n"] > 0
 
 
-def run_steps(engine: str, case: Case, out: Path) -> tuple[Exported, dict[str, str]]:
+def run_steps(engine: str, directory: Path, case: Case, out: Path) -> tuple[Exported, dict[str, str]]:
     """Export, and run steps.sh in the engine's environment, as a user would; what was exported, and that
     environment's variables.
     """
-    directory = environment(engine)
-    if directory is None:
-        pytest.skip(f"{engine} is not installed; scripts/setup_engine.sh {engine} builds it")
     exported = export_draft_head(case.draft_dir, engine, out)
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     env |= {"PATH": f"{directory / 'bin'}:{env['PATH']}", "LLAMA_CPP": str(directory / "llama.cpp")}
