@@ -9,6 +9,7 @@ from torch import Tensor
 from eagle_train.decode.results import Prompt
 from eagle_train.errors import InputError
 from eagle_train.model.eagle3 import Eagle3DraftHead
+from eagle_train.model.layouts import default_aux_layer_ids
 from eagle_train.model.target import FrozenTarget, Target
 from eagle_train.model.target_config import rope_limit
 
@@ -29,7 +30,7 @@ def draft_aux_layer_ids(target: FrozenTarget, head: Eagle3DraftHead) -> tuple[in
                 "the draft names no aux layers, and the default (2, L//2, L-3) needs at least 7, but the "
                 f"target has {num_layers}; use the target that the draft was trained for"
             )
-        return (2, num_layers // 2, num_layers - 3)
+        return default_aux_layer_ids(num_layers)
     if not all(0 <= layer_id < num_layers for layer_id in layer_ids):
         raise InputError(
             f"the draft reads aux layers {' '.join(map(str, layer_ids))}, but the target has layers 0 to "

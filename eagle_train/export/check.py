@@ -7,11 +7,16 @@ from typing import Any
 from eagle_train.export.check_config import config_findings
 from eagle_train.export.check_head import head_findings
 from eagle_train.export.check_target import read_target_embedding, target_findings, unseen_embedding
-from eagle_train.export.engines import default_aux_layer_ids
 from eagle_train.export.findings import ENGINES, Effect, Finding
 from eagle_train.export.record import read_run_record
 from eagle_train.export.verdicts import engine_verdicts
-from eagle_train.model.layouts import EAGLE1, StoredHead, aux_layer_ids, read_stored_head
+from eagle_train.model.layouts import (
+    EAGLE1,
+    StoredHead,
+    aux_layer_ids,
+    default_aux_layer_ids,
+    read_stored_head,
+)
 from eagle_train.model.target_config import read_target_config
 
 

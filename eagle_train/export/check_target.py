@@ -10,7 +10,6 @@ from torch import Tensor
 from transformers.utils.hub import cached_file
 
 from eagle_train.errors import InputError
-from eagle_train.export.engines import default_aux_layer_ids
 from eagle_train.export.findings import (
     BY_SOURCE,
     OPENVINO,
@@ -31,6 +30,7 @@ from eagle_train.model.layouts import (
     INDEX,
     StoredHead,
     aux_layer_ids,
+    default_aux_layer_ids,
     read_weight_map,
     rope_of,
     rope_parameters,

@@ -48,11 +48,6 @@ def full_path(name: str) -> str:
     return str(Path(name).resolve()) if Path(name).is_dir() else name
 
 
-def default_aux_layer_ids(num_layers: int) -> tuple[int, int, int]:
-    """What engines read where the config is silent (OpenVINO: one block later)."""
-    return (2, num_layers // 2, num_layers - 3)
-
-
 def serve_command(engine: str, head: Served) -> str | None:
     """The shell or Python line that serves the head; None where the engine does not read its layout."""
     draft, target, drafted = shlex.quote(head.draft), shlex.quote(head.target), head.num_drafted

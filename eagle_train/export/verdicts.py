@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 
 from eagle_train.export.check_head import head_sizes
-from eagle_train.export.engines import default_aux_layer_ids
 from eagle_train.export.findings import (
     BY_SOURCE,
     ENGINES,
@@ -21,7 +20,14 @@ from eagle_train.export.findings import (
     Effect,
     Finding,
 )
-from eagle_train.model.layouts import AUX_IDS_KEY, EAGLE1, StoredHead, aux_layer_ids, eagle_config
+from eagle_train.model.layouts import (
+    AUX_IDS_KEY,
+    EAGLE1,
+    StoredHead,
+    aux_layer_ids,
+    default_aux_layer_ids,
+    eagle_config,
+)
 
 # vLLM's attention on a CPU knows these; on a GPU it depends on the kernel.
 FUSED_REMEDY = "write num_aux_hidden_states"

@@ -17,7 +17,6 @@ from eagle_train.export.check_target import read_target_embedding, target_findin
 from eagle_train.export.engines import (
     TARGET_WORD,
     Served,
-    default_aux_layer_ids,
     full_path,
     num_drafted,
     script,
@@ -35,6 +34,7 @@ from eagle_train.model.layouts import (
     OFFICIAL,
     SPECULATORS,
     StoredHead,
+    default_aux_layer_ids,
     read_stored_head,
 )
 from eagle_train.model.options import unsupported

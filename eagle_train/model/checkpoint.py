@@ -30,6 +30,7 @@ from eagle_train.model.layouts import (
     EMBEDDING,
     StoredHead,
     aux_layer_ids,
+    default_aux_layer_ids,
     read_stored_head,
     rope_of,
 )
@@ -62,8 +63,8 @@ def stored_config(config: Eagle3Config, target_config: Any, dtype: torch.dtype) 
     """`config.json` of a head whose floats are stored in `dtype`. target_config: the target's text config."""
     special = {name: getattr(target_config, name, None) for name in SPECIAL_TOKENS}
     values = official_config(config, str(dtype).removeprefix("torch."), special)
-    num_layers, layers = target_config.num_hidden_layers, config.aux_layer_ids
-    if layers is not None and layers != (2, num_layers // 2, num_layers - 3):
+    layers = config.aux_layer_ids
+    if layers is not None and layers != default_aux_layer_ids(target_config.num_hidden_layers):
         values[AUX_IDS_KEY] = list(layers)
     return values
 
@@ -92,10 +93,8 @@ def draft_head_of(stored: StoredHead) -> Eagle3DraftHead:
     tensors = dict(stored.tensors)
     if config.draft_vocab_size == config.vocab_size:
         tensors.setdefault("d2t", torch.zeros(config.vocab_size, dtype=torch.int64))
-    if (
-        "t2d" not in tensors and "d2t" in tensors
-    ):  # engines read no other map than d2t, so it can be derived from that
-        del shapes["t2d"]
+    if "t2d" not in tensors and "d2t" in tensors:
+        del shapes["t2d"]  # engines read no other map than d2t, so it can be derived from that
     if EMBEDDING in tensors:
         shapes[EMBEDDING] = torch.Size((config.vocab_size, config.hidden_size))
     own_names = {stored.prefixed.get(name, name): tensor for name, tensor in tensors.items()}

@@ -10,7 +10,7 @@ unpickled.
 
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path, PurePath
 from typing import Any
@@ -267,11 +267,20 @@ def aux_layer_ids(flat: dict[str, Any]) -> list[int] | None:
     return [x + 1 for x in inner] if inner else None
 
 
+def default_aux_layer_ids(num_layers: int) -> tuple[int, int, int]:
+    """What engines read where the config is silent (OpenVINO: one block later)."""
+    return (2, num_layers // 2, num_layers - 3)
+
+
 def rope_of(flat: dict[str, Any]) -> tuple[float, str]:
     """Rotary base and kind of scaling ("default" for none), from either config schema."""
     parameters = rope_parameters(flat)
-    kind = parameters.get("rope_type") or parameters.get("type") or "default"
-    return float(parameters.get("rope_theta") or flat.get("rope_theta") or 10_000.0), kind
+    return float(parameters.get("rope_theta") or flat.get("rope_theta") or 10_000.0), scaling_kind(parameters)
+
+
+def scaling_kind(rope_parameters: Mapping[str, Any]) -> str:
+    """The kind of rotary scaling under its present name or its old one; "default" for none."""
+    return rope_parameters.get("rope_type") or rope_parameters.get("type") or "default"
 
 
 def rope_parameters(flat: dict[str, Any]) -> dict[str, Any]:

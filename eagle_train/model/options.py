@@ -13,6 +13,7 @@ from eagle_train.model.layouts import (
     eagle_config,
     rope_of,
     rope_parameters,
+    scaling_kind,
     shown,
 )
 
@@ -116,9 +117,8 @@ def two_scalings(flat: Mapping[str, Any]) -> bool:
     new, old = flat.get("rope_parameters"), flat.get("rope_scaling")
     if not (isinstance(new, dict) and isinstance(old, dict)):
         return False
-    kinds = [values.get("rope_type") or values.get("type") or "default" for values in (new, old)]
     shared = new.keys() & old.keys() - {"rope_type", "type"}
-    return kinds[0] != kinds[1] or any(new[key] != old[key] for key in shared)
+    return scaling_kind(new) != scaling_kind(old) or any(new[key] != old[key] for key in shared)
 
 
 def slides(flat: Mapping[str, Any]) -> bool:

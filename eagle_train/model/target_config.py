@@ -9,6 +9,7 @@ from transformers import AutoConfig
 
 from eagle_train.errors import InputError
 from eagle_train.model.eagle3 import Eagle3Config
+from eagle_train.model.layouts import default_aux_layer_ids
 
 if TYPE_CHECKING:
     from eagle_train.model.target import Target
@@ -72,7 +73,7 @@ def resolve_aux_layer_ids(num_layers: int, aux_layer_ids: tuple[int, ...] | None
                 f"the target has {num_layers} layers; the default aux layers (2, L//2, L-3) need at least 7. "
                 "Name three with --aux_layer_ids, for example --aux_layer_ids 0 1 2"
             )
-        return (2, num_layers // 2, num_layers - 3)
+        return default_aux_layer_ids(num_layers)
     in_range = all(0 <= layer_id < num_layers for layer_id in aux_layer_ids)
     if len(aux_layer_ids) != 3 or not in_range or sorted(set(aux_layer_ids)) != list(aux_layer_ids):
         raise InputError(

@@ -39,8 +39,7 @@ from eagle_train.train.statistics import batch_counts, peak_memory_gib
 class Run:
     """One run's moving parts. module: the head's loss, averaged over ranks in its backward; baseline: the
     bigram drafter's acceptance length at each n, as text keys; prompts: those of --measure_prompts;
-    saved_step: of
-    the state that this process saved last; is_uncovered_noted: `note_uncovered` has spoken.
+    saved_step: of the state that this process saved last; is_uncovered_noted: `note_uncovered` has spoken.
     """
 
     config: TrainConfig

@@ -30,8 +30,7 @@ class RunState:
     statistics: speed so far; empty_steps: steps without a supervised row; first_acceptance_length: at step 0,
     best_*: at the step where it was longest, by what --select_by names, and checks_since_best how many since
     were not longer; owes_checks: what is due at `step`, validation or measurement, is still to be done;
-    data_digest, plan_digest: of the samples and of the plan behind `position`, to notice
-    other ones.
+    data_digest, plan_digest: of the samples and of the plan behind `position`, to notice other ones.
     """
 
     step: int = 0
